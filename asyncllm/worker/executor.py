@@ -8,6 +8,7 @@ anything else.
 Steps of one `shape` last about as long, which says how long the next of them is waited for.
 
   ThreadExecutor  the CPU: one thread is the stream; torch releases the GIL inside its kernels
+  InlineExecutor  the CPU of a rank that only repeats steps
   StreamExecutor  CUDA: `work` only enqueues on one stream, from the event loop's own thread
 """
 
@@ -21,10 +22,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 
 from asyncllm.step_plan import StepShape
-from asyncllm.types import StepResult, TokenMasks
+from asyncllm.types import StepResult
 from asyncllm.worker.event_waiter import EventWaiter
 
 Collect = Callable[[], StepResult]
@@ -57,14 +59,15 @@ class HostStep:
     """A step whose forward pass is launched: what is sampled from waits on the device for what the
     host has to say. `sample`, once, launches the rest; then `wait`."""
 
-    def __init__(self, end: Callable[[TokenMasks], LaunchedStep]) -> None:
+    def __init__(self, end: Callable[[np.ndarray], LaunchedStep]) -> None:
         self._end = end
         self._whole: LaunchedStep | None = None
 
-    def sample(self, masks: TokenMasks) -> None:
-        """From any thread, all steps before being finished, and before any other launch."""
+    def sample(self, masked_rows: np.ndarray) -> None:
+        """From any thread, all steps before being finished, and before any other launch.
+        masked_rows: int32, the rows that the first masks in the buffer are for."""
         assert self._whole is None, "a step is sampled twice"
-        self._whole = self._end(masks)
+        self._whole = self._end(masked_rows)
 
     async def wait(self) -> StepResult:
         assert self._whole is not None, "a step is awaited that nobody samples"
@@ -120,6 +123,33 @@ class ThreadExecutor:
     def close(self) -> None:
         """Drain and end the threads; nothing may be submitted afterwards."""
         self._thread.shutdown(wait=True)
+
+
+class InlineExecutor:
+    """The CPU of a rank for whose steps nobody waits: the calling thread is the stream."""
+
+    def submit(self, work: Work, shape: StepShape | None = None) -> LaunchedStep:
+        return self.begin(work, shape)(lambda collect: collect)
+
+    def begin(self, first: Callable[[], T], shape: StepShape | None = None) -> EndStep[T]:
+        times = DeviceTimes()
+        value = _timed(first, times)
+
+        def end(rest: Callable[[T], Collect]) -> LaunchedStep:
+            done: Future[StepResult] = Future()
+            done.set_result(_timed(lambda: rest(value)(), times))
+            return _ThreadStep(done, times)
+
+        return end
+
+    def between_steps(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def drain(self) -> None:
+        """All is done."""
+
+    def close(self) -> None:
+        """It has no thread."""
 
 
 @torch.inference_mode()
@@ -236,4 +266,4 @@ class StreamExecutor:
         _idle_streams.append(self.stream)
 
 
-Executor = ThreadExecutor | StreamExecutor
+Executor = ThreadExecutor | InlineExecutor | StreamExecutor
