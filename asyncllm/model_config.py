@@ -239,7 +239,7 @@ def _transformers_classes() -> set[str]:
 
 
 def _check_decoder(file: Path, hf: PretrainedConfig, text: PretrainedConfig) -> None:
-    """Of models that transformers runs, before their code is imported."""
+    """Refuses models that transformers cannot run as decoders, before their code is imported."""
     architecture = hf.architectures[0]
     if getattr(text, "num_attention_heads", None) is None:
         raise _unsupported(file, architecture, "num_attention_heads is missing: it is recurrent; ")

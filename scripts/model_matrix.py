@@ -76,7 +76,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 def tiny_config(architecture: str, **changes: Any) -> Any:
-    """Of the first variant that runs. Raises what the configuration or the model does of none."""
+    """Builds the first variant that runs. If none does, raises its error."""
     problem: Exception | None = None
     for variant in VARIANTS:
         try:

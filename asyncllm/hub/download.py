@@ -212,7 +212,7 @@ def _checked_answers() -> Iterator[None]:
 
 
 def _part_of(bar: Any, stop: Event) -> type:
-    """What huggingface_hub makes a file's bar of: it moves the bar of all files, until `stop`."""
+    """The class of huggingface_hub's bar for one file: it moves the bar of all, until `stop`."""
     from huggingface_hub.utils.tqdm import tqdm
 
     class Part(tqdm):

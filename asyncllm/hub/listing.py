@@ -1,4 +1,4 @@
-"""What the hub says that a model's repository holds: names, sizes, hashes, of one commit.
+"""The hub's list of a model's repository: names, sizes and hashes of one commit.
 
 The hub need not be huggingface.co (HF_ENDPOINT), and whoever answers there is not trusted with more
 than the token: the answer is read up to a limit, parsed by type, and its names are checked.
