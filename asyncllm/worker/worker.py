@@ -130,7 +130,7 @@ class Worker:
         if lora is not None:
             self.adapters = AdapterStore(lora, config.max_cpu_loras, self._executor, group)
         self._processors = LogitsProcessors(config.logits_processors, config, self.device)
-        attention = build_backend(self.backend_name, cache, model.attention_layers)
+        attention = build_backend(self.backend_name, cache, model.attention_layers, self._dtype)
         self.runner = ModelRunner(
             config,
             model,
@@ -242,7 +242,8 @@ class Worker:
         without the weights is, meanwhile."""
         config = self._config
         model_len = config.max_model_len or config.model.context_window
-        latents = keeps_latents(config)  # as of the layout, whatever could be imported since
+        backend = resolve_backend(config.attention_backend, self.device)
+        latents = keeps_latents(config, backend)  # as of the layout
         model = build_model(
             config.model, self._dtype, self.device, ops, model_len, lora, latents, self._mesh
         )

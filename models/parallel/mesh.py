@@ -36,7 +36,9 @@ class Mesh(Protocol):
         """Of all ranks' numbers. Waits for the device."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End calls that wait for other ranks, with an error. From any thread."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

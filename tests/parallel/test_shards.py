@@ -33,12 +33,9 @@ REFUSED = {
 }
 
 
-def build(folder: Path, mesh: Mesh, keeps_latents: bool = False) -> CausalLM:
+def build(folder: Path, mesh: Mesh) -> CausalLM:
     config = ModelConfig.from_folder(folder)
-    ops = TorchOps()
-    return build_model(
-        config, torch.float32, CPU, ops, WINDOW, keeps_latents=keeps_latents, mesh=mesh
-    )
+    return build_model(config, torch.float32, CPU, TorchOps(), WINDOW, mesh=mesh)
 
 
 def logits_of(folder: Path, mesh: Mesh, token_ids: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,12 @@
-"""A mesh over TCP, by Gloo: ranks on CPUs.
+"""A mesh of torch's collectives: Gloo over TCP between CPUs, NCCL between GPUs.
 
 The process group is no default one of torch.distributed: the process may be an application's, with
-one of its own.
+one of its own. NCCL has not been run on several GPUs (docs/log/ranks.md).
 """
 
 from __future__ import annotations
 
+import os
 import socket
 from datetime import timedelta
 from typing import Any
@@ -37,20 +38,21 @@ def find_store(num_ranks: int, host: str, port: int) -> Any:
     return _c10d.TCPStore(host, port, world_size=num_ranks, is_master=False)
 
 
-class GlooMesh:
+class CollectiveMesh:
     """Implements `Mesh`. `host`: the address at which the others reach this rank.
 
-    `num_calls` counts finished calls: whoever supervises the ranks sees by it that they get on.
-    A rank that is gone ends the others' calls with a `RuntimeError`.
+    Construction waits for all ranks. On CUDA a call enqueues on the current stream and may be
+    captured. `num_calls` counts calls: on a CPU, finished ones, by which whoever supervises the
+    ranks sees that they get on. A rank that is gone ends the others' calls with a `RuntimeError`.
     """
 
-    def __init__(self, config: MeshConfig, store: Any, host: str) -> None:
+    def __init__(self, config: MeshConfig, store: Any, host: str, device: torch.device) -> None:
         self.config = config
         self.num_calls = 0
-        options = _c10d.ProcessGroupGloo._Options()
-        options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = TIMEOUT
-        self._group = _c10d.ProcessGroupGloo(store, config.rank, config.tp, options)
+        self._device = device
+        make = _nccl if device.type == "cuda" else _gloo
+        self._group = make(config, store, host)
+        self.least(0)  # NCCL connects at the first call, which must not be a captured one
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         self._group.allreduce([x]).wait()
@@ -70,11 +72,25 @@ class GlooMesh:
         return x
 
     def least(self, number: int) -> int:
-        numbers = torch.tensor([number])
-        self._group.allreduce([numbers], distributed.ReduceOp.MIN).wait()
+        numbers = torch.tensor([number], device=self._device)
+        self._group.allreduce([numbers], _c10d.ReduceOp.MIN).wait()
         self.num_calls += 1
         return int(numbers)
 
     def close(self) -> None:
-        """Ends calls that wait, with an error."""
+        """Ends calls that wait, with an error. From any thread."""
         self._group.abort()
+
+
+def _gloo(config: MeshConfig, store: Any, host: str) -> Any:
+    options = _c10d.ProcessGroupGloo._Options()
+    options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = TIMEOUT
+    return _c10d.ProcessGroupGloo(store, config.rank, config.tp, options)
+
+
+def _nccl(config: MeshConfig, store: Any, host: str) -> Any:
+    os.environ["NCCL_NVLS_ENABLE"] = "0"  # no NVLink multicast, whatever the machine has
+    options = _c10d.ProcessGroupNCCL.Options()
+    options._timeout = TIMEOUT
+    return _c10d.ProcessGroupNCCL(store, config.rank, config.tp, options)
