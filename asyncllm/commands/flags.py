@@ -25,6 +25,7 @@ SHORT = {
     "quantization": ("-q",),
     "tensor_parallel_size": ("-tp",),
     "data_parallel_size": ("-dp",),
+    "pipeline_parallel_size": ("-pp",),
     "enable_expert_parallel": ("-ep",),
 }
 _MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -63,7 +64,7 @@ class FlagParser(argparse.ArgumentParser):
         )
 
     def format_flags(self, asked: str) -> str:
-        """Of `--help=asked`: "all", a group, or a part of a flag's name. Raises `ValueError`."""
+        """The text of `--help=asked`: "all", a group, or a part of a name. Raises `ValueError`."""
         groups = self._flag_groups()
         if asked == "all":
             return self._format(self._action_groups)
