@@ -101,9 +101,10 @@ def replace_layers(runs: Sequence[Sequence[Any]], ops: Ops) -> None:
     kept = Kept()
     for run in runs:
         for layer, following in zip(run, [*run[1:], None], strict=True):
-            parts = [getattr(part, FUSED) for part in _parts(layer)]
+            first, attention, second, feed_forward = (getattr(p, FUSED) for p in _parts(layer))
             then = None if following is None else getattr(_parts(following)[0], FUSED)
-            replace_module(layer, FusedLayer(*parts, then, kept, ops))
+            ours = FusedLayer(first, attention, second, feed_forward, then, kept, ops)
+            replace_module(layer, ours)
 
 
 def _parts(layer: Any) -> list[Any]:
