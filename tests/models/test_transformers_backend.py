@@ -126,7 +126,7 @@ def build(folder: Path, max_model_len: int = 60) -> CausalLM:
     [
         ("JambaForCausalLM", {}, ["'JambaForCausalLM'", "layer_types 'linear_attention'"]),
         ("LlamaForCausalLM", {"quantization_config": {"quant_method": "awq"}}, ["'awq'"]),
-        ("DogeForCausalLM", {}, ["'DogeForCausalLM'", "makes a mask of its own"]),
+        ("DogeForCausalLM", {}, ["'DogeForCausalLM'", "what it makes of values"]),
         ("BloomForCausalLM", {}, ["max_position_embeddings"]),
         ("RemBertForCausalLM", {"is_decoder": False}, ["'RemBertForCausalLM'", "is_decoder False"]),
         ("Gemma2ForCausalLM", {"model_type": "llama"}, ["does not fit model_type 'llama'"]),
