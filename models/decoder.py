@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 
 from asyncllm.attention.base import AttentionLayer, Mixer, Rotation
+from asyncllm.kernels.recurrent.records import StateLayer
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import Load, TokenInputs
 from asyncllm.models.layers.attention import AttentionSpec
@@ -195,6 +196,7 @@ class DenseDecoder:
         self._rotary_of = [self.rotaries.index(rotary) for rotary in rotaries]
         self._input_norms = [*(layer.before_attention for layer in self.layers), self.norm]
         self.attention_layers = [layer.attention.layer for layer in self.layers]
+        self.state_layers: tuple[StateLayer, ...] = ()
         self.full_read_tokens = max(layer.feed_forward.full_read_tokens for layer in self.layers)
         self.uses_prompt_lens = any(rotary.uses_prompt_lens for rotary in self.rotaries)
         self.aliases = {**self.lm_head.aliases, **draft_names(config)}
