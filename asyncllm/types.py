@@ -190,17 +190,6 @@ class Sequence:
 
 
 @dataclass(slots=True, frozen=True)
-class TokenMasks:
-    """The tokens allowed next in some rows of a step, as `fill_many` writes them."""
-
-    rows: np.ndarray  # int32 [masked], places in `plan.sampled`
-    bits: np.ndarray  # int32 [masked, ceil(V / 32)]
-
-
-NO_MASKS = TokenMasks(np.zeros(0, np.int32), np.zeros((0, 0), np.int32))
-
-
-@dataclass(slots=True, frozen=True)
 class TokenLogprobs:
     """Raw log-probabilities at one position: of the token itself, its rank, and others.
 

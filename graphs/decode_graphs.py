@@ -2,9 +2,9 @@
 
 A graph reads the slots of its rows where they always are and everything else from tensors indexed
 by slot, so that a replay needs no copy while the same sequences run. Rows beyond the batch are
-padding: slot 0. Graphs share memory: a replay's outputs hold until the pool's next. Where a step
-has another implementation than the model's layers, one after another, that has the sizes it takes:
-it is there because it is quicker (docs/log/decode.md).
+padding: slot 0. Graphs share memory: a replay's outputs hold until the pool's next. Few rows are
+done by the persistent kernel where this start has it, because it is quicker (docs/log/decode.md);
+else the model's layers run, one after another.
 """
 
 from __future__ import annotations
@@ -12,29 +12,20 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from asyncllm.graphs.pool import GraphPool, Recorded
 from asyncllm.graphs.sized_graphs import SizedGraphs
+from asyncllm.kernels.persistent_decode import MAX_ROWS
 
 logger = logging.getLogger("asyncllm")
 
-LAYERS = "layers"
+LAYERS, PERSISTENT = "layers", "persistent"  # implementations
 
 # slots int32 [rows] -> outputs, tensors of `rows` rows
 DecodeStep = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeKernel:
-    """`step` gives the same outputs as the layers', in the roundings of other kernels."""
-
-    name: str
-    step: DecodeStep
-    sizes: range  # rows that it takes; the layers take every number
 
 
 class DecodeGraphs(SizedGraphs[Recorded]):
@@ -45,13 +36,14 @@ class DecodeGraphs(SizedGraphs[Recorded]):
         step: DecodeStep,
         slots: torch.Tensor,
         pool: GraphPool,
-        other: DecodeKernel | None = None,
+        persistent: DecodeStep | None = None,
     ) -> None:
-        """`step`: the model's layers. slots: int32, of a step's rows, 0 behind them."""
+        """`step`: by the model's layers. slots: int32, of a step's rows, 0 behind them. persistent:
+        the same outputs by the persistent kernel, in its roundings; None: there is none."""
         super().__init__()
         self._step = step
-        self._other = other
-        self._is_broken = False  # the other one
+        self._persistent = persistent
+        self._is_broken = False  # the persistent one
         self.slots = slots
         self._names: dict[int, str] = {}  # size -> what it is captured from
         self._pool = pool
@@ -66,13 +58,13 @@ class DecodeGraphs(SizedGraphs[Recorded]):
 
     def capture(self, size: int) -> None:
         """Capture one size on the current stream, between two steps; largest first saves memory."""
-        other, slots = self._other, self.slots[:size]
-        if other is not None and size in other.sizes and not self._is_broken:
+        persistent, slots = self._persistent, self.slots[:size]
+        if persistent is not None and size <= MAX_ROWS and not self._is_broken:
             try:
-                self._add(size, other.name, self._pool.record(partial(other.step, slots)))
+                self._add(size, PERSISTENT, self._pool.record(partial(persistent, slots)))
                 return
             except RuntimeError as error:  # no engine fails to start for a faster kernel
-                logger.warning("no decode step by %s: %s", other.name, error)
+                logger.warning("no persistent decode step: %s", error)
                 self._is_broken = True  # but kept: graphs of other sizes use what it has
         self._add(size, LAYERS, self._pool.record(partial(self._step, slots)))
 

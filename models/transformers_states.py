@@ -184,7 +184,7 @@ def _mamba2_scan(
     """hidden_states, result [1, T, H, P]; dt [1, T, H], A [H], B and C [1, T, G, N], D [H]."""
     if z is not None:
         raise Unservable("gives a gate to its scan")
-    dt = _step_sizes(dt[0], dt_bias, dt_softplus, tuple(dt_limit))
+    dt = _step_sizes(dt[0], dt_bias, dt_softplus, (dt_limit[0], dt_limit[1]))
     return _recur(module, SelectiveScan(hidden_states[0], dt, A, B[0], C[0], D))[None]
 
 

@@ -2,8 +2,8 @@
 """Times single steps of an engine's worker on one CUDA device, kernel by kernel.
 
     scripts/bench_step.py --model DIR --batch 1,8,64 --context 640 --prefill 128,2048
-    ... --persistent    decode steps of up to 8 rows by the layers and by the persistent kernel;
-                        without it by whichever the start finds quicker
+    ... --layers        decode steps of up to 8 rows by the model's layers, not by the
+                        persistent kernel
 
 Decode steps are replays of the captured graphs, as the engine runs them; a prefill step is one
 prompt, launched as the engine launches it. Weights are made up. Beside the time stand the bytes
@@ -18,21 +18,14 @@ import argparse
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from asyncllm.config import EngineArgs, EngineConfig
-from asyncllm.graphs.decode_graphs import LAYERS, DecodeGraphs
-from asyncllm.graphs.pool import GraphPool
-from asyncllm.kernels import persistent_decode
-from asyncllm.kernels.declaration import DenseShape, num_sms
-from asyncllm.kernels.persistent_decode import MAX_ROWS
+from asyncllm.graphs.decode_graphs import LAYERS
 from asyncllm.model_config import ModelConfig
-from asyncllm.models.decoder import DenseDecoder
-from asyncllm.models.persistent_decode import PersistentDecode
 from asyncllm.worker.worker import CaptureGraph, Worker
 
 REPEATS = 30
@@ -102,12 +95,11 @@ class Bench:
     """One worker, and steps on it at a given context."""
 
     def __init__(self, config: EngineConfig, context: int) -> None:
-        self._config, self._worker = config, Worker(config)
+        self._worker = Worker(config)
         while self._worker.num_pending_graphs:
             self._worker.command(CaptureGraph())
         self._runner = self._worker.runner
         self._state = self._runner._state
-        self._persistent: PersistentDecode | None = None
         self._context = context
         pages = -(-(context + 1) // config.block_size)
         available = self._worker.memory.num_pages
@@ -119,58 +111,13 @@ class Bench:
         self._weights = weight_bytes(sizes, config.model.hf_config.tie_word_embeddings)
         self._kv_per_token = kv_bytes_per_token(config.model, getattr(torch, config.dtype).itemsize)
 
-    def use_persistent_decode(self, batches: Sequence[int]) -> None:
-        """Captures the decode graphs of these batch sizes again, with the persistent kernel."""
-        runner, device = self._runner, self._state.positions.device
-        model, cache = runner._model, runner._cache
-        assert isinstance(model, DenseDecoder)
-        sizes, num_blocks = DenseShape.of(self._config.model), num_sms(device)
-        dtype = cache.layers[0].dtype
-        flags = persistent_decode.definitions(
-            sizes, model.attention_layers, dtype, cache.block_size, num_blocks
-        )
-        launch = persistent_decode.KERNEL.begin_loading(device, flags)()
-        if launch is None:
-            raise SystemExit("no persistent decode for this model on this device")
-        self._persistent = PersistentDecode(model, cache, launch, num_blocks)
-        step = partial(runner.decode_step, forward=self._persistent.forward)
-        inputs = runner.inputs
-        graphs = DecodeGraphs(step, inputs.decode_slots, GraphPool(clear=inputs.clear))
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for batch in batches:
-                graphs.capture(batch)
-        stream.synchronize()
-        runner.graphs = graphs
-
-    @property
-    def is_stuck(self) -> bool:
-        return self._persistent is not None and self._persistent.is_stuck
-
-    def logits(self, batch: int) -> torch.Tensor:
-        """Returns the logits of the step that `decode` times, [batch, V]."""
+    def decode(self, batch: int, bandwidth: float, kernels: bool) -> dict[str, Any]:
         graphs = self._runner.graphs
         assert graphs is not None
-        size = self._take_slots(graphs, batch)
-        self._state.positions[1:].fill_(self._context - 1)
-        self._state.last_tokens[1:].fill_(1)
-        return graphs[size].replay()[1].clone()
-
-    @staticmethod
-    def _take_slots(graphs: DecodeGraphs, batch: int) -> int:
-        """Sets the rows of the next replays; returns how many they are with padding."""
         size = graphs.fitting(batch)
         assert size is not None
         graphs.slots.zero_()
         graphs.slots[:batch] = torch.arange(1, batch + 1)
-        return size
-
-    def decode(
-        self, batch: int, bandwidth: float, kernels: bool, step: str = "decode"
-    ) -> dict[str, Any]:
-        graphs = self._runner.graphs
-        assert graphs is not None
-        size = self._take_slots(graphs, batch)
 
         def prepare() -> None:
             self._state.positions[1:].fill_(self._context - 1)  # the new token is the last seen
@@ -183,7 +130,7 @@ class Bench:
         limit_ms = num_bytes / bandwidth * 1e3
         kernel = next(name for name, sizes in graphs.implementations.items() if batch in sizes)
         return {
-            "step": step if kernel == LAYERS else f"{step} by {kernel}",
+            "step": "decode" if kernel == LAYERS else f"decode by {kernel}",
             "batch": batch,
             "context": self._context,
             "ms": round(ms, 4),
@@ -200,23 +147,6 @@ class Bench:
         ms = time_ms(work, lambda: None, 10)
         rows = profile_kernels(work, lambda: None) if kernels else []
         return {"step": "prefill", "tokens": tokens, "ms": round(ms, 4), "kernels": rows}
-
-
-def compare_persistent(
-    bench: Bench, batches: Sequence[int], bandwidth: float
-) -> list[dict[str, Any]]:
-    """Prints how far the logits are from those of the other kernels; returns the times."""
-    others = {batch: bench.logits(batch) for batch in batches}
-    bench.use_persistent_decode(batches)
-    for batch, other in others.items():
-        ours = bench.logits(batch).float()
-        distance = ((ours - other.float()).norm() / other.float().norm()).item()
-        same = (ours.argmax(1) == other.argmax(1)).float().mean().item()
-        print(f"persistent, batch {batch}: logits differ by {distance:.4f}, {same:.0%} of argmax")
-    rows = [bench.decode(batch, bandwidth, False, "persistent decode") for batch in batches]
-    if bench.is_stuck:
-        raise SystemExit("persistent: a block waited in vain for another: no time above counts")
-    return rows
 
 
 def report(row: Mapping[str, Any]) -> None:
@@ -244,7 +174,7 @@ def main() -> None:
     parser.add_argument("--batch", type=sizes, default=[1, 8, 64, 256], help="decode batch sizes")
     parser.add_argument("--context", type=int, default=640, help="tokens that each row sees")
     parser.add_argument("--prefill", type=sizes, default=[], help="tokens of prefill steps")
-    parser.add_argument("--persistent", action="store_true", help="time persistent_decode.py too")
+    parser.add_argument("--layers", action="store_true", help="not by the persistent kernel")
     parser.add_argument("--no-kernels", action="store_true", help="only the times of whole steps")
     args = parser.parse_args()
     config = EngineArgs(
@@ -257,7 +187,7 @@ def main() -> None:
         gpu_memory_utilization=0.85,
         swap_space=0,
         # A backend that is named is never exchanged for the persistent kernel.
-        attention_backend="flashinfer" if args.persistent else "auto",
+        attention_backend="flashinfer" if args.layers else "auto",
     ).create_engine_config()
     with torch.inference_mode():
         bandwidth = measure_bandwidth()
@@ -266,8 +196,6 @@ def main() -> None:
         kernels = not args.no_kernels
         rows = [bench.decode(batch, bandwidth, kernels) for batch in args.batch]
         rows += [bench.prefill(tokens, kernels) for tokens in args.prefill]
-        if args.persistent:
-            rows += compare_persistent(bench, [b for b in args.batch if b <= MAX_ROWS], bandwidth)
     device = torch.cuda.get_device_name()
     print(
         f"# {args.model} on {device}, torch {torch.__version__}: {bandwidth / 1e12:.2f} TB/s read"

@@ -32,8 +32,8 @@ from gpu_questions import (
 )
 
 from asyncllm import AsyncLLMEngine, RequestOutput, SamplingParams
+from asyncllm.graphs.decode_graphs import PERSISTENT
 from asyncllm.kernels.persistent_decode import KERNEL, MAX_ROWS
-from asyncllm.worker.step_captures import PERSISTENT
 
 Outcome = tuple[bool, str]  # whether it holds, and what was seen
 Check = Callable[[], Coroutine[Any, Any, Outcome]]

@@ -24,7 +24,7 @@ from asyncllm.server.http.listener import Listener
 from asyncllm.server.serve import patient_collector
 from asyncllm.server.service import SERVICE, Service
 from asyncllm.step_plan import StepKind, StepPlan, StepShape
-from asyncllm.types import Sequence, StepResult, TokenMasks
+from asyncllm.types import Sequence, StepResult
 from asyncllm.worker.event_waiter import EventWaiter
 from asyncllm.worker.executor import DeviceTimes, HostStep, LaunchedStep
 from asyncllm.worker.memory import MemoryPlan
@@ -121,7 +121,7 @@ class SimulatedWorker:
         if not plan.needs_host:
             return self._step(self._words(len(inputs.sampled_slots)), step_s, shape)
 
-        def end(masks: TokenMasks) -> LaunchedStep:
+        def end(masked_rows: np.ndarray) -> LaunchedStep:
             self.packer.pack_edits(inputs)
             late_s = time.perf_counter() - self._free_s
             self.lateness_s.append(late_s)

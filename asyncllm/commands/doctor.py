@@ -302,15 +302,19 @@ def _attention(config: Any, layers: Sequence[Any]) -> Iterator[Finding]:
     """Which kernel decodes which layers on the first CUDA device, and why not another."""
     import torch
 
-    from asyncllm.attention.layer_kinds import LayerKinds, choose_decode_kernels
+    from asyncllm.attention.layer_kinds import LayerKinds
+    from asyncllm.kernels import balanced_decode
 
-    kinds = LayerKinds(layers)
-    shapes = getattr(torch, config.dtype), config.block_size, torch.cuda.get_device_capability()
+    kinds, capability = LayerKinds(layers), torch.cuda.get_device_capability()
     for number, layer in enumerate(kinds.layers):
-        chosen = choose_decode_kernels(layer, *shapes)
+        limit = balanced_decode.limit(layer, getattr(torch, config.dtype), config.block_size)
+        if capability not in balanced_decode.KERNEL.capabilities:
+            limit = f"compute capability {capability}"
+        kernel = "paged_decode" if limit else "balanced_decode"
+        reason = f"balanced_decode does not do {limit}" if limit else ""
         alike = [index for index, other in kinds.number_of.items() if other == number]
-        text = f"{chosen.names[0]} decodes {len(alike)} layers like layer {layer.index}"
-        yield Finding("model", f"attention {number}", text, advice=chosen.reason)
+        text = f"{kernel} decodes {len(alike)} layers like layer {layer.index}"
+        yield Finding("model", f"attention {number}", text, advice=reason)
 
 
 def _print(findings: list[Finding]) -> None:

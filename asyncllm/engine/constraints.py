@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncllm.step_plan import StepPlan
-from asyncllm.types import NO_MASKS, Sequence, SequenceStatus, TokenMasks
+from asyncllm.types import Sequence, SequenceStatus
 
 # Forced tokens are computed as a prefill, so the step is a mixed one and not a captured decode.
 # That is taken to cost all of its rows a sixth of a step (not measured yet); it saves a row one
@@ -41,13 +41,14 @@ class Constrained:
 def constrain(
     plan: StepPlan,
     buffer: Callable[[], np.ndarray],
-    sample: Callable[[TokenMasks], None],
+    sample: Callable[[np.ndarray], None],
     filling: Callable[[], object],
 ) -> Constrained:
     """For a step that is about to be sampled, all tokens before it known; `sample` launches it.
 
-    `buffer` gives int32 [rows or more, ceil(V / 32)], to be overwritten. `filling` is called when
-    masks begin to be filled, which is where it lets go of the GIL.
+    `buffer` gives int32 [rows or more, ceil(V / 32)], to be overwritten; `sample` gets the places
+    in `plan.sampled` of the rows that its first masks are for, int32 [masked]. `filling` is called
+    when masks begin to be filled, which is where it lets go of the GIL.
     """
     start = time.monotonic()
     rows = [
@@ -56,12 +57,12 @@ def constrain(
         if seq.constraint is not None and seq.status is not SequenceStatus.FINISHED
     ]
     if not rows:
-        sample(NO_MASKS)
+        sample(np.zeros(0, np.int32))
         return Constrained([], [], time.monotonic() - start)
     seqs = [seq for _, seq in rows]
     bits = buffer()[: len(rows)]
     failures = _advance(seqs, bits, filling)
-    sample(TokenMasks(np.array([row for row, _ in rows], np.int32), bits))
+    sample(np.array([row for row, _ in rows], np.int32))
     forced, unanswered = _forced_tokens(seqs, bits, len(plan.sampled))
     return Constrained(forced, failures + unanswered, time.monotonic() - start)
 

@@ -124,7 +124,7 @@ class PagePool:
     def expire(self, block_hash: bytes) -> None:
         """The page that holds this block, where one does and is free, is the next to be taken."""
         page = self._page_of.get(block_hash)
-        if page in self._free:
+        if page is not None and page in self._free:
             self._free.move_to_end(page, last=False)
 
     def forget_all(self) -> None:

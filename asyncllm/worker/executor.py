@@ -21,10 +21,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 
 from asyncllm.step_plan import StepShape
-from asyncllm.types import StepResult, TokenMasks
+from asyncllm.types import StepResult
 from asyncllm.worker.event_waiter import EventWaiter
 
 Collect = Callable[[], StepResult]
@@ -57,14 +58,15 @@ class HostStep:
     """A step whose forward pass is launched: what is sampled from waits on the device for what the
     host has to say. `sample`, once, launches the rest; then `wait`."""
 
-    def __init__(self, end: Callable[[TokenMasks], LaunchedStep]) -> None:
+    def __init__(self, end: Callable[[np.ndarray], LaunchedStep]) -> None:
         self._end = end
         self._whole: LaunchedStep | None = None
 
-    def sample(self, masks: TokenMasks) -> None:
-        """From any thread, all steps before being finished, and before any other launch."""
+    def sample(self, masked_rows: np.ndarray) -> None:
+        """From any thread, all steps before being finished, and before any other launch.
+        masked_rows: int32, the rows that the first masks in the buffer are for."""
         assert self._whole is None, "a step is sampled twice"
-        self._whole = self._end(masks)
+        self._whole = self._end(masked_rows)
 
     async def wait(self) -> StepResult:
         assert self._whole is not None, "a step is awaited that nobody samples"

@@ -112,7 +112,7 @@ class MixedStep:
             return self._hidden
         tokens = self._eager_tokens(step)
         attend_rows = self._bind_attention(tokens, step.decode_positions, step.prefills)
-        recur = no_recurrence
+        recur: Recur = no_recurrence
         if self.states is not None:
             slots = self.inputs.decode_slots[: len(step.decode_slots)]
             recur = self.states.mixed(slots, step.prefills)

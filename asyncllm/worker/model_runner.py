@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from asyncllm.attention.base import AttentionBackend, DecodeRows, StepMixer, no_recurrence
@@ -24,7 +25,7 @@ from asyncllm.graphs.sized_graphs import SizedGraphs
 from asyncllm.models.base import CausalLM, TokenInputs
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.step_plan import StepKind, StepPlan, StepShape
-from asyncllm.types import StepResult, TokenMasks
+from asyncllm.types import StepResult
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import Collect, Executor, HostStep, LaunchedStep
 from asyncllm.worker.kernels import SlotKernels
@@ -115,9 +116,11 @@ class ModelRunner:
             )
         end = self._executor.begin(lambda: self._forward(step, graph), shape)
 
-        def sample(masks: TokenMasks) -> LaunchedStep:
+        def sample(masked_rows: np.ndarray) -> LaunchedStep:
             edits = self._packer.pack_edits(step)  # now: the tokens will move on
-            return end(lambda forwarded: self._sampling.run(step, plan, forwarded, edits, masks))
+            return end(
+                lambda forwarded: self._sampling.run(step, plan, forwarded, edits, masked_rows)
+            )
 
         return HostStep(sample)
 

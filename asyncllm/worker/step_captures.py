@@ -17,11 +17,10 @@ import torch
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.config import EngineConfig
 from asyncllm.errors import one_line
-from asyncllm.graphs.decode_graphs import DecodeGraphs, DecodeKernel
+from asyncllm.graphs.decode_graphs import DecodeGraphs, DecodeStep
 from asyncllm.graphs.pool import GraphPool, Outputs, Recorded
 from asyncllm.graphs.sized_graphs import SizedGraphs, first_sizes, later_sizes
 from asyncllm.kernels.declaration import Launch, num_sms
-from asyncllm.kernels.persistent_decode import MAX_ROWS
 from asyncllm.models.base import CausalLM
 from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.loader import DELAY_S, ProgressBar
@@ -31,19 +30,16 @@ from asyncllm.worker.model_runner import ModelRunner
 
 logger = logging.getLogger("asyncllm")
 
-PERSISTENT = "persistent"
 
-
-def persistent_kernel(
+def persistent_step(
     runner: ModelRunner, model: CausalLM, cache: KVCache, launch: Launch | None
-) -> DecodeKernel | None:
-    """launch: where this start has it."""
+) -> DecodeStep | None:
+    """A decode step by the persistent kernel. launch: where this start has it."""
     if launch is None:
         return None
     assert isinstance(model, DenseDecoder)
     persistent = PersistentDecode(model, cache, launch, num_sms(cache.layers[0].device))
-    step = partial(runner.decode_step, forward=persistent.forward)
-    return DecodeKernel(PERSISTENT, step, range(1, MAX_ROWS + 1))
+    return partial(runner.decode_step, forward=persistent.forward)
 
 
 def capture_obstacle(model: CausalLM, device: torch.device) -> str | None:
@@ -104,11 +100,11 @@ class StepCaptures:
         for size in first_sizes(config.cuda_graph_sizes):
             runner.mixed.capture_sampling(size, self._pool)
 
-    def decodes(self, other: DecodeKernel | None) -> None:
-        """other: an implementation of a step besides the layers."""
+    def decodes(self, persistent: DecodeStep | None) -> None:
+        """persistent: as `DecodeGraphs` has it."""
         sizes, runner = self._config.cuda_graph_sizes, self._runner
         slots = runner.inputs.decode_slots
-        with_adapters = decode = DecodeGraphs(runner.decode_step, slots, self._pool, other)
+        with_adapters = decode = DecodeGraphs(runner.decode_step, slots, self._pool, persistent)
         if runner.lora is not None:
             step = partial(runner.decode_step, adapters=True)
             with_adapters = DecodeGraphs(step, slots, self._pool)

@@ -17,11 +17,12 @@ from asyncllm.graphs.pool import Recorded
 from asyncllm.models.base import CausalLM
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepPlan
-from asyncllm.types import NO_MASKS, StepResult, TokenLogprobs, TokenMasks
+from asyncllm.types import StepResult, TokenLogprobs
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import Collect
 from asyncllm.worker.logits_processors import LogitsProcessors
 from asyncllm.worker.packed_step import (
+    NO_ROWS,
     PLAIN,
     DeviceExtras,
     Feature,
@@ -77,21 +78,21 @@ class StepSampling:
         plan: StepPlan,
         forwarded: Forwarded | None,
         edits: HostEdits | None = None,
-        masks: TokenMasks = NO_MASKS,
+        masked_rows: np.ndarray = NO_ROWS,
     ) -> Collect:
-        """forwarded: None for swaps alone. edits, masks: those of a step that `needs_host`, which
-        come when its forward pass is launched."""
+        """forwarded: None for swaps alone. edits, masked_rows: those of a step that `needs_host`,
+        which come when its forward pass is launched; the masks are in their buffer."""
         if forwarded is None:
             return lambda: StepResult([])
-        tokens, is_masked = forwarded.tokens, len(masks.rows) > 0
+        tokens, is_masked = forwarded.tokens, len(masked_rows) > 0
         failures: dict[int, Exception] = {}
         if is_masked and forwarded.resample is not None and step.features == Feature.MASK:
-            self.masks.upload(masks.rows, len(forwarded.logits))
+            self.masks.upload(masked_rows, len(forwarded.logits))
             (tokens,) = forwarded.resample.replay()
         # Of most steps nothing is wanted but tokens that are sampled already.
         elif tokens is None or step.features or is_masked:
             forwarded = forwarded.first(len(step.sampled_slots))
-            tokens = self._sample(step, plan, forwarded, edits, masks, failures)
+            tokens = self._sample(step, plan, forwarded, edits, masked_rows, failures)
         return self._fetch(step, plan, forwarded, tokens, failures)
 
     def _sample(
@@ -100,13 +101,13 @@ class StepSampling:
         plan: StepPlan,
         forwarded: Forwarded,
         edits: HostEdits | None,
-        masks: TokenMasks,
+        masked_rows: np.ndarray,
         failures: dict[int, Exception],
     ) -> torch.Tensor:
         """Tokens int32 [rows]; `failures` gets what processors raise, by row."""
         rows, row_masks = (forwarded.logits, forwarded.slots, forwarded.positions), None
-        if len(masks.rows):
-            row_masks = self.masks.upload(masks.rows, len(forwarded.logits))
+        if len(masked_rows):
+            row_masks = self.masks.upload(masked_rows, len(forwarded.logits))
         if not (step.features and step.features & ~PLAIN):
             if forwarded.tokens is not None and row_masks is None:
                 return forwarded.tokens

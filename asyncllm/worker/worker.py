@@ -283,9 +283,9 @@ class Worker:
         with self._phase("prefill_graphs"), self._executor.between_steps():
             self._captures.prefills()
         with self._phase("decode_kernel"):
-            other = step_captures.persistent_kernel(self.runner, model, cache, loading())
+            persistent = step_captures.persistent_step(self.runner, model, cache, loading())
         with self._phase("graphs"), self._executor.between_steps():
-            self._captures.decodes(other)
+            self._captures.decodes(persistent)
 
     @property
     def _most_tokens(self) -> int:

@@ -1,8 +1,8 @@
 """FlashInfer's names, public and private: the one file that imports it, for one tested version.
 
 The public ones are required: where they cannot be imported, importing this raises an `ImportError`
-that says why, and `auto` takes the next backend. Private ones save time on the host and are called
-with the arguments of `TESTED_VERSION`: with any other, or where one is gone, `private` is None and
+that says why, and `auto` takes the next backend. The private one saves time on the host and is
+called with the arguments of `TESTED_VERSION`: with any other, or where it is gone, it is None and
 the public calls do the work. The compiler's (`jit`) are used with any version that has them.
 """
 
@@ -21,16 +21,8 @@ TESTED_VERSION = "0.6.12"
 try:
     import flashinfer
     from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
-    from flashinfer.xqa import xqa
 except Exception as error:  # its dependencies raise what they like
     raise ImportError(f"FlashInfer cannot be imported: {error!r}") from error
-
-
-class Private(NamedTuple):
-    """They give the compiled modules that the public calls look up and check each time."""
-
-    get_batch_prefill_module: Callable[..., Any]
-    get_xqa_module: Callable[..., Any]
 
 
 class Jit(NamedTuple):
@@ -39,20 +31,18 @@ class Jit(NamedTuple):
     registry: Any
     env: ModuleType
     gen_batch_prefill_module: Callable[..., Any]
-    gen_xqa_module: Callable[..., Any]
 
 
-def _find_private() -> Private | None:
+def _find_prefill_module() -> Callable[..., Any] | None:
     version = getattr(flashinfer, "__version__", None)
     reason = f"it is version {version}, {TESTED_VERSION} was tested"
     if version == TESTED_VERSION:
         try:
             from flashinfer.prefill import get_batch_prefill_module
-            from flashinfer.xqa import get_xqa_module
-
-            return Private(get_batch_prefill_module, get_xqa_module)
         except ImportError as error:
             reason = str(error)
+        else:
+            return get_batch_prefill_module
     logger.warning("falling back to FlashInfer's public calls, which are slower: %s", reason)
     return None
 
@@ -61,13 +51,12 @@ def _find_jit() -> Jit | None:
     try:
         from flashinfer.jit import env, gen_batch_prefill_module
         from flashinfer.jit.core import JitSpec, jit_spec_registry
-        from flashinfer.jit.xqa import gen_xqa_module
 
         _announce_compilation(JitSpec)
     except (ImportError, AttributeError) as error:
         logger.warning("FlashInfer compiles its kernels unannounced and unlisted: %s", error)
         return None
-    return Jit(jit_spec_registry, env, gen_batch_prefill_module, gen_xqa_module)
+    return Jit(jit_spec_registry, env, gen_batch_prefill_module)
 
 
 def _announce_compilation(spec: Any) -> None:
@@ -83,7 +72,8 @@ def _announce_compilation(spec: Any) -> None:
     spec.build = build
 
 
-private = _find_private()
+# Gives the compiled module that the public calls look up and check each time.
+get_batch_prefill_module = _find_prefill_module()
 jit = _find_jit()
 
-__all__ = ["BatchPrefillWithPagedKVCacheWrapper", "jit", "private", "xqa"]
+__all__ = ["BatchPrefillWithPagedKVCacheWrapper", "get_batch_prefill_module", "jit"]

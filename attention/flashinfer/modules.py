@@ -18,7 +18,7 @@ import torch
 from asyncllm.attention.base import AttentionLayer
 from asyncllm.attention.flashinfer.api import jit
 from asyncllm.attention.flashinfer.prefill import prefill_backend
-from asyncllm.attention.layer_kinds import LayerKinds, choose_decode_kernels
+from asyncllm.attention.layer_kinds import LayerKinds
 
 PARALLEL_BUILDS = 4  # each runs its own compilers side by side
 
@@ -51,7 +51,7 @@ class Module:
 
 
 def modules_for(
-    layers: list[AttentionLayer], dtype: torch.dtype, block_size: int, capability: tuple[int, int]
+    layers: list[AttentionLayer], dtype: torch.dtype, capability: tuple[int, int]
 ) -> list[Module]:
     """Every module for a model with these layers; asking builds and loads none."""
     if jit is None:
@@ -59,19 +59,11 @@ def modules_for(
     specs: dict[str, Any] = {}  # by name, with and without a window: which one matters to no module
     for layer in LayerKinds(layers).layers:
         dim, has_window = layer.head_dim, layer.window is not None
-        has_cap = layer.soft_cap is not None
-        found = [
-            jit.gen_batch_prefill_module(
-                prefill_backend(capability, layer), dtype, dtype, dtype, torch.int32,
-                dim, dim, 0, has_window, has_cap, False,
-            )
-        ]  # fmt: skip
-        if "xqa" in choose_decode_kernels(layer, dtype, block_size, capability).names:
-            group = layer.num_heads // layer.num_kv_heads
-            found.append(
-                jit.gen_xqa_module(dtype, dtype, block_size, dim, group, has_window, dtype)
-            )
-        specs |= {spec.name: spec for spec in found}
+        spec = jit.gen_batch_prefill_module(
+            prefill_backend(capability, layer), dtype, dtype, dtype, torch.int32,
+            dim, dim, 0, has_window, layer.soft_cap is not None, False,
+        )  # fmt: skip
+        specs[spec.name] = spec
     return [Module(spec) for spec in specs.values()]
 
 

@@ -52,7 +52,7 @@ class PrefillPlan:
     def __init__(self, kinds: LayerKinds, cache: KVCache, workspace: torch.Tensor) -> None:
         """`workspace` may be shared with what else runs on the stream."""
         self._cache = cache
-        kernel = PublicWrapper if api.private is None else PrefillModule
+        kernel = PublicWrapper if api.get_batch_prefill_module is None else PrefillModule
         self._kinds = kinds
         self._kernels = [kernel(layer, cache, workspace) for layer in kinds.layers]
         self._device = workspace.device
@@ -110,13 +110,13 @@ class PrefillModule:
         lists: torch.Tensor | None = None,
     ) -> None:
         """lists: the plan's part of the workspace, uint8; one of its own if None."""
-        assert api.private is not None
+        assert api.get_batch_prefill_module is not None
         self._layer = layer
         self._block_size = cache.block_size
         self._num_groups, self._group_of = cache.num_groups, cache.group_of
         dtype, device = cache.layers[0].dtype, workspace.device
         self._backend = _backend(layer, device)
-        self._module = api.private.get_batch_prefill_module(
+        self._module = api.get_batch_prefill_module(
             self._backend, dtype, dtype, dtype, torch.int32, layer.head_dim, layer.head_dim,
             0, layer.window is not None, layer.soft_cap is not None, False,  # no f16 products
         )  # fmt: skip

@@ -10,14 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-OURS = ["", ".api", ".backend", ".modules", ".prefill", ".whole_steps", ".xqa"]
-# XQA's compiled function in 0.6.12, by its source.
-PARAMETERS = [
-    "run_sm90_fp8_mha", "sm_count", "num_kv_heads", "sliding_win_size", "q_scale", "output",
-    "rcp_out_scale", "q", "sinks", "k_cache", "v_cache", "key_sf", "value_sf", "page_table",
-    "max_seq_len", "seq_lens", "batch_size", "kv_scale", "semaphores", "workspace_buffer",
-    "enable_pdl", "q_seq_len", "mask",
-]  # fmt: skip
+OURS = ["", ".api", ".backend", ".modules", ".prefill", ".whole_steps"]
 
 
 class JitSpec:
@@ -42,9 +35,6 @@ class FakeFlashInfer:
         without: Collection[tuple[str, str]] = (),
     ) -> None:
         """without: (module, name) of what this FlashInfer lacks."""
-        self.modules: list[tuple[Any, ...]] = []  # arguments of get_xqa_module
-        self.calls: list[dict[str, Any]] = []  # of XQA's compiled function
-        self.public: list[dict[str, Any]] = []  # of the public function
         self.prefills: list[tuple[Any, ...]] = []  # arguments of get_batch_prefill_module
         self.wrappers: list[str] = []  # backends of the public wrappers
         self.spec = type("JitSpec", (JitSpec,), {})  # to be patched by nobody else
@@ -54,7 +44,6 @@ class FakeFlashInfer:
                 "BatchPrefillWithPagedKVCacheWrapper": self._make_wrapper,
                 "get_batch_prefill_module": self._get_prefill_module,
             },
-            ".xqa": {"xqa": self._call_public, "get_xqa_module": self._get_xqa_module},
             ".jit": {
                 "env": SimpleNamespace(FLASHINFER_JIT_DIR="/cache/flashinfer"),
                 "gen_batch_prefill_module": lambda *args: self.spec(f"{args[0]}-{args[8]}"),
@@ -63,7 +52,6 @@ class FakeFlashInfer:
                 "JitSpec": self.spec,
                 "jit_spec_registry": SimpleNamespace(get_all_specs=lambda: {"loaded": None}),
             },
-            ".jit.xqa": {"gen_xqa_module": lambda *args: self.spec(f"xqa-{args[5]}")},
         }
         for module, name in without:
             del names[module][name]
@@ -80,16 +68,6 @@ class FakeFlashInfer:
     def _make_wrapper(self, workspace: torch.Tensor, layout: str, backend: str) -> object:
         self.wrappers.append(backend)
         return object()
-
-    def _get_xqa_module(self, *args: Any) -> SimpleNamespace:
-        self.modules.append(args)
-        return SimpleNamespace(xqa=self._run_xqa)
-
-    def _run_xqa(self, *args: Any) -> None:
-        self.calls.append(dict(zip(PARAMETERS, args, strict=True)))
-
-    def _call_public(self, q: torch.Tensor, *args: Any, **options: Any) -> None:
-        self.public.append({"q": q, "args": args, **options})
 
 
 def import_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def importers(prefix: str) -> set[Path]:
 
 def test_these_files_and_no_others_know_flashinfer() -> None:
     assert importers("flashinfer") == {PACKAGE / "api.py"}
-    users = {PACKAGE / f"{name}.py" for name in ("backend", "modules", "prefill", "xqa")}
+    users = {PACKAGE / f"{name}.py" for name in ("backend", "modules", "prefill")}
     assert importers("asyncllm.attention.flashinfer.api") == users
 
 
@@ -57,8 +57,7 @@ def test_as_tested_its_modules_are_called(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake, api = FakeFlashInfer(monkeypatch), import_ours("api")
-    assert api.private.get_xqa_module == fake._get_xqa_module
-    assert api.private.get_batch_prefill_module == fake._get_prefill_module
+    assert api.get_batch_prefill_module == fake._get_prefill_module
     assert not caplog.records
 
 
@@ -67,7 +66,6 @@ def test_as_tested_its_modules_are_called(
     [
         ("0.7.0", [], "it is version 0.7.0, 0.6.12 was tested"),
         ("0.6.12", [(".prefill", "get_batch_prefill_module")], "get_batch_prefill_module"),
-        ("0.6.12", [(".xqa", "get_xqa_module")], "get_xqa_module"),
     ],
 )
 def test_otherwise_its_public_calls_are_made(
@@ -77,8 +75,9 @@ def test_otherwise_its_public_calls_are_made(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    fake, api = FakeFlashInfer(monkeypatch, version, without), import_ours("api")
-    assert api.private is None and api.xqa == fake._call_public
+    FakeFlashInfer(monkeypatch, version, without)
+    api = import_ours("api")
+    assert api.get_batch_prefill_module is None
     assert "public calls" in caplog.text and reason in caplog.text
     assert api.jit is not None, "any version's compiler is listed"
 
@@ -108,8 +107,8 @@ def test_a_compilation_is_announced(
     fake = FakeFlashInfer(monkeypatch)
     modules = import_ours("modules")
     assert modules.used_modules() == {"loaded"} and str(modules.cache_folder()).endswith("infer")
-    needed = modules.modules_for(LAYERS, torch.bfloat16, 16, (9, 0))
-    assert [module.name for module in needed] == ["fa3-False", "xqa-False", "fa2-True", "xqa-True"]
+    needed = modules.modules_for(LAYERS, torch.bfloat16, (9, 0))
+    assert [module.name for module in needed] == ["fa3-False", "fa2-True"]
     assert needed[0].build()._spec.builds == 1
     assert "compiling the FlashInfer kernels fa3-False" in caplog.text
     caplog.clear()
@@ -118,15 +117,15 @@ def test_a_compilation_is_announced(
     assert not caplog.text
 
 
-@pytest.mark.parametrize("name", [(".jit.core", "JitSpec"), (".jit.xqa", "gen_xqa_module")])
+@pytest.mark.parametrize("name", [(".jit.core", "JitSpec"), (".jit", "gen_batch_prefill_module")])
 def test_a_compiler_that_is_another_lists_nothing(
     name: tuple[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     FakeFlashInfer(monkeypatch, without=[name])
     api, modules = import_ours("api"), import_ours("modules")
-    assert api.jit is None and api.private is not None
+    assert api.jit is None and api.get_batch_prefill_module is not None
     assert "unannounced and unlisted" in caplog.text and name[1] in caplog.text
-    assert not modules.modules_for(LAYERS, torch.bfloat16, 16, (9, 0))
+    assert not modules.modules_for(LAYERS, torch.bfloat16, (9, 0))
     assert not modules.used_modules() and modules.cache_folder() is None
 
 
@@ -138,15 +137,14 @@ def broken_package(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     import_anew(monkeypatch)
 
 
-@pytest.mark.parametrize("fault", ["no driver", "BatchPrefillWithPagedKVCacheWrapper", "xqa"])
+@pytest.mark.parametrize("fault", ["no driver", "BatchPrefillWithPagedKVCacheWrapper"])
 def test_auto_takes_the_next_backend_and_says_why(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if fault == "no driver":
         broken_package(monkeypatch, tmp_path)
     else:
-        module = ".xqa" if fault == "xqa" else ".prefill"
-        FakeFlashInfer(monkeypatch, without=[(module, fault)])
+        FakeFlashInfer(monkeypatch, without=[(".prefill", fault)])
     assert import_backend("flashinfer", or_torch=True) == "torch"
     assert "falling back to attention_backend torch" in caplog.text and fault in caplog.text
     with pytest.raises(ValueError, match=f"attention_backend flashinfer: .*{fault}"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import sys
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -16,7 +15,7 @@ import torch
 from asyncllm.attention.base import AttentionLayer, DecodeRows, PrefillRows, Rotation
 from asyncllm.attention.cache_spec import CacheLayout
 from asyncllm.attention.kv_cache import KVCache
-from asyncllm.attention.layer_kinds import LayerKinds, choose_decode_kernels
+from asyncllm.attention.layer_kinds import LayerKinds
 from asyncllm.kernels import balanced_decode
 from tests.attention.fake_flashinfer import FakeFlashInfer
 
@@ -25,49 +24,29 @@ FULL = AttentionLayer(0, 32, 8, 128, 128**-0.5)
 WINDOW = replace(FULL, window=1024)
 ALTERNATING = [replace((WINDOW, FULL)[i % 2], index=i) for i in range(4)]
 ALIKE = [replace(FULL, index=i) for i in range(4)]
+BY_TRITON = ["rotate 0", "triton None by 0", "rotate 1", "triton None by 0"]
 
 
 @pytest.mark.parametrize(
-    ("layer", "dtype", "block_size", "capability", "names", "reason"),
+    ("layer", "dtype", "block_size", "limit"),
     [
-        (FULL, BF16, 16, HOPPER, "balanced_decode xqa paged_decode", ""),
-        (WINDOW, BF16, 16, HOPPER, "xqa paged_decode", "balanced_decode does not do a window"),
-        (FULL, torch.float16, 16, HOPPER, "xqa paged_decode", "does not do torch.float16"),
-        (replace(FULL, head_dim=256), BF16, 16, HOPPER, "xqa paged_decode", "head_dim 256"),
-        (replace(FULL, num_kv_heads=2), BF16, 16, HOPPER, "xqa paged_decode", "16 query heads"),
-        (replace(FULL, soft_cap=50.0), BF16, 16, HOPPER, "paged_decode", "a soft cap of 50.0"),
-        (replace(FULL, sinks=torch.zeros(32)), BF16, 16, HOPPER, "paged_decode", "sinks"),
-        (FULL, BF16, 8, HOPPER, "paged_decode", "xqa does not do block_size 8"),
-        (FULL, BF16, 48, HOPPER, "balanced_decode paged_decode", "xqa does not do block_size 48"),
-        (FULL, BF16, 16, (12, 0), "xqa paged_decode", "compute capability (12, 0)"),
-        (FULL, BF16, 16, ADA, "paged_decode", "xqa does not do compute capability (8, 9)"),
+        (FULL, BF16, 16, None),
+        (FULL, BF16, 48, None),
+        (WINDOW, BF16, 16, "a window of 1024"),
+        (FULL, torch.float16, 16, "torch.float16"),
+        (replace(FULL, head_dim=256), BF16, 16, "head_dim 256"),
+        (replace(FULL, num_kv_heads=2), BF16, 16, "16 query heads of one KV head"),
+        (replace(FULL, soft_cap=50.0), BF16, 16, "a soft cap of 50.0"),
+        (replace(FULL, sinks=torch.zeros(32)), BF16, 16, "sinks"),
+        (FULL, BF16, 8, "block_size 8"),
     ],
 )
-def test_decode_kernels_by_kind_and_gpu(
-    layer: AttentionLayer,
-    dtype: torch.dtype,
-    block_size: int,
-    capability: tuple[int, int],
-    names: str,
-    reason: str,
+def test_what_balanced_decode_does_not_do(
+    layer: AttentionLayer, dtype: torch.dtype, block_size: int, limit: str | None
 ) -> None:
-    chosen = choose_decode_kernels(layer, dtype, block_size, capability)
-    assert " ".join(chosen.names) == names
-    assert reason in chosen.reason and bool(reason) == bool(chosen.reason)
-
-
-def test_balanced_decode_is_chosen_where_it_says_that_it_can() -> None:
-    windows, dims, heads = (None, 100), (32, 64, 80, 128, 256), ((8, 8), (32, 4), (64, 4))
-    for window, dim, (num_heads, num_kv_heads), dtype, block_size in itertools.product(
-        windows, dims, heads, (BF16, torch.float16), (8, 16, 32)
-    ):
-        layer = AttentionLayer(0, num_heads, num_kv_heads, dim, 1.0, window)
-        for capability in ((8, 0), (9, 0), (10, 0), (12, 0)):
-            names = choose_decode_kernels(layer, dtype, block_size, capability).names
-            assert ("balanced_decode" in names) == (
-                capability in balanced_decode.KERNEL.capabilities
-                and balanced_decode.definitions([layer], dtype, block_size) is not None
-            )
+    assert balanced_decode.limit(layer, dtype, block_size) == limit
+    is_defined = balanced_decode.definitions([layer], dtype, block_size) is not None
+    assert is_defined == (limit is None)
 
 
 def test_layers_are_grouped_by_their_constants() -> None:
@@ -128,19 +107,17 @@ class Backend:
         monkeypatch.setattr(cuda, "get_device_properties", lambda device: properties)
         module = importlib.import_module("asyncllm.attention.flashinfer.backend")
         launch = (lambda *args: 0) if has_compiler else None
-        kernel = SimpleNamespace(begin_loading=lambda device, definitions: lambda: launch)
+
+        def begin_loading(device: torch.device, definitions: Any) -> Any:
+            is_supported = capability in balanced_decode.KERNEL.capabilities
+            return lambda: launch if is_supported and definitions is not None else None
+
+        kernel = SimpleNamespace(begin_loading=begin_loading)
         declared = SimpleNamespace(KERNEL=kernel, definitions=balanced_decode.definitions)
         monkeypatch.setattr(module, "balanced_decode", declared)
         monkeypatch.setattr(module, "BalancedDecode", Balanced)
         monkeypatch.setattr(module, "PrefillPlan", lambda kinds, cache, workspace: self)
         monkeypatch.setattr(Balanced, "launched", self.launched, raising=False)
-        monkeypatch.setattr(
-            module.Xqa,
-            "bind",
-            lambda xqa, q, tables, *_: (
-                lambda layer: self.launched.append(f"xqa {layer.index} by {int(tables[0, 0])}")
-            ),
-        )
         cache = KVCache(CacheLayout(layers, 16, BF16), 3, torch.device("cpu"))
         self.attention = module.FlashInferAttention(cache, layers)
 
@@ -152,16 +129,12 @@ class Backend:
             self.launched.append(f"rotate {layer.index}")
             return qkv[:, : layer.num_heads]
 
-        def paged_decode(*_: Any, window: int | None, **others: Any) -> None:
-            self.launched.append(f"triton {window}")
-
-        def fused(layer: AttentionLayer, *_: Any) -> Any:
-            found = self._note("fused")
-            found.takes = lambda num_rows: num_rows <= 1
-            return found
+        def paged_decode(
+            q: Any, pages: Any, tables: torch.Tensor, *_: Any, window: int | None, **others: Any
+        ) -> None:
+            self.launched.append(f"triton {window} by {int(tables[0, 0])}")
 
         stubs: dict[str, dict[str, Any]] = {
-            "fused_decode": {"FusedDecode": fused},
             "rope_kv_write": {"rotate_and_write": rotate},
             "paged_decode": {"paged_decode": paged_decode},
         }
@@ -207,24 +180,22 @@ def test_windows_beside_full_attention_run_by_kernels_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backend = Backend(monkeypatch, ALTERNATING)
-    assert backend.decode(ALTERNATING[:2], 4) == ["rotate 0", "xqa 0 by 0", "balanced 1 by 1"]
+    assert backend.decode(ALTERNATING[:2], 4) == ["rotate 0", "triton 1024 by 0", "balanced 1 by 1"]
     backend.launched.clear()
     assert backend.mixed(ALTERNATING[:2]) == [
-        "plan", "xqa 0 by 0", "prefill 0", "balanced 1 by 1", "prefill 1",
+        "plan", "triton 1024 by 0", "prefill 0", "balanced 1 by 1", "prefill 1",
     ]  # fmt: skip
-    backend.launched.clear()
-    assert backend.decode(ALTERNATING[:2], 1) == ["fused 0", "fused 1"]
     assert backend.attention.step_attention(64) is None, "whole steps are FA3's, without windows"
 
 
 @pytest.mark.parametrize(
     ("num_rows", "capability", "has_compiler", "expected"),
     [
-        (1, HOPPER, True, ["fused 0", "fused 1"]),
+        (1, HOPPER, True, ["balanced 0 by 0", "balanced 1 by 0"]),
         (4, HOPPER, True, ["balanced 0 by 0", "balanced 1 by 0"]),
-        (2049, HOPPER, True, ["rotate 0", "xqa 0 by 0", "rotate 1", "xqa 1 by 0"]),
-        (4, HOPPER, False, ["rotate 0", "xqa 0 by 0", "rotate 1", "xqa 1 by 0"]),
-        (4, ADA, True, ["rotate 0", "triton None", "rotate 1", "triton None"]),
+        (2049, HOPPER, True, BY_TRITON),
+        (4, HOPPER, False, BY_TRITON),
+        (4, ADA, True, BY_TRITON),
     ],
 )
 def test_layers_that_are_alike_run_by_one_kernel(

@@ -60,7 +60,7 @@ def test_which_kernel_decodes_which_layers(monkeypatch: pytest.MonkeyPatch) -> N
     layers = [AttentionLayer(i, 32, 8, 128, 1.0, 100 if i % 3 else None) for i in range(6)]
     full, window = doctor._attention(config, layers)
     assert full.value == "balanced_decode decodes 2 layers like layer 0" and not full.advice
-    assert window.value == "xqa decodes 4 layers like layer 1"
+    assert window.value == "paged_decode decodes 4 layers like layer 1"
     assert window.advice == "balanced_decode does not do a window of 100"
 
 

@@ -25,14 +25,12 @@ import numpy as np
 
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import (
-    NO_MASKS,
     PADDING_PAGE,
     PADDING_SLOT,
     Request,
     Sequence,
     SequenceStatus,
     StepResult,
-    TokenMasks,
 )
 
 VOCAB_SIZE = 64
@@ -110,10 +108,10 @@ class FakeLaunched:
         if not plan.needs_host:
             self.banned = [self._banned(seq, None) for seq in plan.sampled]
 
-    def sample(self, masks: TokenMasks = NO_MASKS) -> None:
+    def sample(self, masked_rows: np.ndarray) -> None:
         """The second launch of a step with host rows: what they must know is known."""
         assert self.banned is None and self.plan.needs_host
-        bits = dict(zip(masks.rows.tolist(), masks.bits, strict=True))
+        bits = dict(zip(masked_rows.tolist(), self._device.masks, strict=False))
         self.banned = [self._banned(seq, bits.get(i)) for i, seq in enumerate(self.plan.sampled)]
         if not self._device.lazy:
             self._device.run_until(self)
@@ -160,6 +158,7 @@ class FakeDevice:
         self._rng = rng
         self.lazy = lazy
         self._max_turns = max_turns
+        self.masks = np.zeros((max_num_seqs, VOCAB_SIZE // 32), np.int32)
         self._pages = [self._garbage() for _ in range(PADDING_PAGE + 1 + num_pages)]
         self._host_pages = [self._garbage() for _ in range(num_host_pages)]
         self._slots = [_Slot() for _ in range(max_num_seqs + 1)]

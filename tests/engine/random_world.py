@@ -113,7 +113,6 @@ class World:
         self.num_to_come = rng.randint(4, 16)
         self.rush = rng.choice([0, 0, 1, 6])  # most event loop turns between two arrivals
         self.abort_rate = rng.choice([0.0, 0.02, 0.1, 0.2])
-        self.masks = np.zeros((max_num_seqs, VOCAB_SIZE // 32), np.int32)
         self.bases = [[rng.randint(0, 2) for _ in range(12)] for _ in range(2)]
 
     # --- the verbs of the pipeline ---
@@ -179,7 +178,7 @@ class World:
 
     def host(self) -> np.ndarray:
         """As a mask buffer."""
-        return self.masks
+        return self.device.masks
 
     def finish(self, plan: StepPlan, result: StepResult) -> None:
         self.seen["wasted row"] += sum(

@@ -27,7 +27,7 @@ from asyncllm.engine import constraints
 from asyncllm.engine.engine_steps import EngineSteps
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.step_plan import StepPlan
-from asyncllm.types import Request, Sequence, TokenConstraint, TokenMasks
+from asyncllm.types import Request, Sequence, TokenConstraint
 from asyncllm.worker.executor import HostStep
 from tests.engine.automaton import Automaton
 from tests.engine.sampled_in_full import count_in_full
@@ -395,12 +395,12 @@ def test_a_sampling_that_cannot_be_launched_ends_the_step_and_not_the_engine(
     plain = HostStep.sample
     num_left = 5
 
-    def sample(self: HostStep, masks: TokenMasks) -> None:
+    def sample(self: HostStep, masked_rows: np.ndarray) -> None:
         nonlocal num_left
         num_left -= 1
         if num_left == 0:
             raise RuntimeError("no memory for a sampling")
-        plain(self, masks)
+        plain(self, masked_rows)
 
     async def main() -> None:
         async with AsyncLLMEngine("tiny", async_scheduling=async_scheduling) as engine:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from asyncllm.engine.pipeline import Launched, Steps, run_ahead, run_synchronous
@@ -271,7 +272,7 @@ class SmallEngine:
 
     async def constrain(self, plan: StepPlan, launched: Launched) -> None:
         assert isinstance(launched, FakeLaunched)
-        launched.sample()
+        launched.sample(np.zeros(0, np.int32))
 
     async def wait_to_plan(self) -> None:
         pass

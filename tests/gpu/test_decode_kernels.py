@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from asyncllm import LLM, RequestOutput, SamplingParams
+from asyncllm.graphs.decode_graphs import PERSISTENT
 from asyncllm.kernels.persistent_decode import KERNEL
-from asyncllm.worker.step_captures import PERSISTENT
 
 pytestmark = [
     pytest.mark.gpu,

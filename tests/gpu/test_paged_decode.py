@@ -1,4 +1,4 @@
-"""The Triton decode kernel against torch and XQA; skipped where there is no CUDA device."""
+"""The Triton decode kernel against torch; skipped where there is no CUDA device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from asyncllm.attention import layer_kinds
 from asyncllm.attention.base import AttentionLayer, DecodeRows, PrefillRows, Rotation
 from asyncllm.attention.kv_cache import KVCache
 from tests.caches import uniform_cache
@@ -36,7 +35,7 @@ class Case:
     q: torch.Tensor  # [rows, heads, head_dim], a view of a merged projection
     cache: torch.Tensor  # [pages, 2, block_size, kv_heads, head_dim]
     tables: torch.Tensor  # int32 [rows, pages per sequence]
-    lengths: torch.Tensor  # int32 [rows]
+    positions: torch.Tensor  # int32 [rows]
     window: int | None = None
     num_sms: int = 132
 
@@ -45,7 +44,7 @@ class Case:
 
         out = torch.full(self.q.shape, float("nan"), dtype=self.q.dtype, device=CUDA)
         paged_decode(
-            self.q, self.cache, self.tables, self.lengths, out,
+            self.q, self.cache, self.tables, self.positions, out,
             scale=self.scale, window=self.window, num_sms=self.num_sms,
         )  # fmt: skip
         return out
@@ -54,7 +53,9 @@ class Case:
         """Row by row in float32."""
         group = self.q.shape[1] // self.cache.shape[3]
         outs = []
-        for q, table, length in zip(self.q, self.tables, self.lengths.tolist(), strict=True):
+        for q, table, length in zip(
+            self.q, self.tables, (self.positions + 1).tolist(), strict=True
+        ):
             keys, values = self.cache[table].float().transpose(0, 1).flatten(1, 2)[:, :length]
             if self.window is not None:
                 keys, values = keys[-self.window :], values[-self.window :]
@@ -72,7 +73,7 @@ class Case:
         """NaN in every slot past a row's length or before its window: none may come through."""
         block_size = self.cache.shape[2]
         seen = torch.zeros(self.cache.shape[0], block_size, dtype=torch.bool, device=CUDA)
-        for table, length in zip(self.tables, self.lengths.tolist(), strict=True):
+        for table, length in zip(self.tables, (self.positions + 1).tolist(), strict=True):
             first = 0 if self.window is None else max(0, length - self.window)
             position = torch.arange(first, length, device=CUDA)
             seen[table[position // block_size].long(), position % block_size] = True
@@ -97,10 +98,10 @@ def make_case(
     qkv = torch.randn(rows, num_heads + 2 * num_kv_heads, head_dim, device=CUDA, dtype=dtype)
     cache_shape = (1 + rows * pages, 2, block_size, num_kv_heads, head_dim)
     cache = torch.randn(cache_shape, device=CUDA, dtype=dtype)
-    lengths = torch.randint(1, max_len + 1, (rows,), device=CUDA, dtype=torch.int32)
-    lengths[0] = max_len
+    positions = torch.randint(0, max_len, (rows,), device=CUDA, dtype=torch.int32)
+    positions[0] = max_len - 1
     tables = (torch.randperm(rows * pages, device=CUDA) + 1).view(rows, pages).int()
-    return Case(qkv[:, :num_heads], cache, tables, lengths, window, num_sms)
+    return Case(qkv[:, :num_heads], cache, tables, positions, window, num_sms)
 
 
 def check(case: Case) -> None:
@@ -161,7 +162,7 @@ def test_strided_rows_equal_contiguous_ones(num_sms: int) -> None:
 def test_padding_rows_are_finite() -> None:
     case = make_case(6, 400)
     case.cache[0] = 0
-    case.tables[3:], case.lengths[3:] = 0, 1
+    case.tables[3:], case.positions[3:] = 0, 0
     reference = case.reference()
     out = case.decode()
     assert out.isfinite().all() and not out[3:].any()
@@ -178,7 +179,7 @@ def test_replays_with_other_lengths_and_tables(rows: int, window: int | None) ->
     with torch.cuda.graph(graph):
         out = case.decode()
     for _ in range(4):
-        case.lengths.copy_(torch.randint(1, 1501, (rows,), device=CUDA))
+        case.positions.copy_(torch.randint(0, 1500, (rows,), device=CUDA))
         case.tables.copy_(case.tables.flatten()[torch.randperm(case.tables.numel())].view(rows, -1))
         case.q.copy_(torch.randn_like(case.q))
         graph.replay()
@@ -203,34 +204,10 @@ def make_projection(layer: AttentionLayer, tokens: int) -> tuple[torch.Tensor, R
     return qkv, Rotation(rows, torch.cat([half, 0 * half], dim=1))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("rows", [1, 7, 64])
-def test_backend_decodes_as_with_xqa(
-    head_dim: int, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("flashinfer")
-    from asyncllm.attention.flashinfer.backend import FlashInferAttention
-
-    layer = AttentionLayer(0, 32, 8, head_dim, head_dim**-0.5)
-    cache = make_cache(layer, 1 + rows * 50)
-    if torch.cuda.get_device_capability()[0] not in layer_kinds.XQA_CAPABILITIES:
-        pytest.skip("needs a card with XQA")
-    tables = (torch.randperm(rows * 50, device=CUDA) + 1).view(rows, 50).int()
-    positions = torch.randint(0, 800, (rows,), device=CUDA, dtype=torch.int32)
-    qkv, rotation = make_projection(layer, rows)
-    outs = []
-    for cards in (layer_kinds.XQA_CAPABILITIES, ()):
-        monkeypatch.setattr(layer_kinds, "XQA_CAPABILITIES", cards)
-        attend = FlashInferAttention(cache, [layer]).decode(DecodeRows((tables,), positions))
-        outs.append(attend(layer, qkv.clone(), rotation))
-    assert outs[1].shape == (rows, 32 * head_dim)
-    assert relative_error(outs[1], outs[0]) < TOLERANCE
-
-
 @pytest.mark.parametrize("version", ["tested", "other"])
-@pytest.mark.parametrize(("uses_xqa", "window"), [(True, None), (False, None), (False, 30)])
+@pytest.mark.parametrize("window", [None, 30])
 def test_mixed_step_equals_torch(
-    uses_xqa: bool, version: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+    version: str, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two decodes, 40 tokens after 24 old ones and 7 new ones, in a layer with a window and one
     without; padding behind them. FlashInfer's module called as tested, and its public `run`."""
@@ -240,9 +217,7 @@ def test_mixed_step_equals_torch(
     from asyncllm.attention.torch_native import TorchAttention
 
     if version == "other":
-        monkeypatch.setattr(api, "private", None)
-    if not uses_xqa:
-        monkeypatch.setattr(layer_kinds, "XQA_CAPABILITIES", ())
+        monkeypatch.setattr(api, "get_batch_prefill_module", None)
     layers = [
         AttentionLayer(0, 32, 8, 128, 128**-0.5),
         AttentionLayer(1, 32, 8, 128, 128**-0.5, window=window),

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from asyncllm.graphs.decode_graphs import LAYERS, DecodeGraphs, DecodeKernel, DecodeStep
+from asyncllm.graphs.decode_graphs import LAYERS, PERSISTENT, DecodeGraphs, DecodeStep
 from asyncllm.graphs.pool import GraphPool
 from tests.worker.recorded_graph import RecordedGraph
 
@@ -38,16 +38,15 @@ def run(graphs: DecodeGraphs, size: int) -> int:
     return int(output[0]) - 1
 
 
-def test_the_other_kernel_has_the_sizes_that_it_takes() -> None:
+def test_the_persistent_kernel_has_the_sizes_that_it_takes() -> None:
     by_layers: list[int] = []
-    by_other: list[int] = []
-    other = DecodeKernel("few", plus(200, by_other), range(1, 5))
-    graphs = DecodeGraphs(plus(100, by_layers), *slots(8), other)
-    for size in (8, 4, 2, 1):
+    by_kernel: list[int] = []
+    graphs = DecodeGraphs(plus(100, by_layers), *slots(16), plus(200, by_kernel))
+    for size in (16, 8, 2, 1):
         graphs.capture(size)
-    assert graphs.implementations == {"few": [1, 2, 4], LAYERS: [8]}
-    assert [run(graphs, size) for size in (1, 2, 4, 8)] == [200, 200, 200, 100]
-    assert (by_layers, by_other) == ([8, 8], [4, 4, 2, 2, 1, 1]), "before and in the capture"
+    assert graphs.implementations == {PERSISTENT: [1, 2, 8], LAYERS: [16]}
+    assert [run(graphs, size) for size in (1, 2, 8, 16)] == [200, 200, 200, 100]
+    assert (by_layers, by_kernel) == ([16, 16], [8, 8, 2, 2, 1, 1]), "before and in the capture"
 
 
 def test_what_a_graph_uses_stays_where_its_kernel_fails_for_another_size(
@@ -64,12 +63,11 @@ def test_what_a_graph_uses_stays_where_its_kernel_fails_for_another_size(
 
     buffers = Buffers()
     used = weakref.ref(buffers)
-    other = DecodeKernel("other", buffers.step, range(1, 9))
-    graphs = DecodeGraphs(plus(1, []), *slots(4), other)
+    graphs = DecodeGraphs(plus(1, []), *slots(4), buffers.step)
     graphs.capture(4)
-    del buffers, other
+    del buffers
     graphs.capture(2)
-    assert graphs.implementations == {LAYERS: [2], "other": [4]} and used() is not None
+    assert graphs.implementations == {LAYERS: [2], PERSISTENT: [4]} and used() is not None
 
 
 def test_a_kernel_that_fails_is_left_out_from_then_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -80,10 +78,9 @@ def test_a_kernel_that_fails_is_left_out_from_then_on(caplog: pytest.LogCaptureF
         calls += 1
         raise RuntimeError("CUDA error 720")
 
-    other = DecodeKernel("broken", broken, range(1, 9))
-    graphs = DecodeGraphs(plus(1, []), *slots(4), other)
+    graphs = DecodeGraphs(plus(1, []), *slots(4), broken)
     for size in (4, 2):
         graphs.capture(size)
     assert graphs.implementations == {LAYERS: [2, 4]} and calls == 1
-    assert caplog.messages == ["no decode step by broken: CUDA error 720"]
+    assert caplog.messages == ["no persistent decode step: CUDA error 720"]
     assert run(graphs, 2) == 1

@@ -82,7 +82,7 @@ def _definitions_for(start: Start) -> Definitions | None:
 
 KERNEL = CudaKernel(
     name="balanced_decode",
-    falls_back_to="XQA or paged_decode",
+    falls_back_to="paged_decode",
     source=Path(__file__).with_name("balanced_decode.cu"),
     structs=(Args,),
     capabilities=((9, 0), (10, 0)),  # with 227 KiB of shared memory for a block

@@ -1,4 +1,4 @@
-"""Paged decode attention in Triton, for the GPUs and shapes that XQA has no kernel for.
+"""Paged decode attention in Triton, for the GPUs and shapes that balanced_decode is not for.
 
 Flash decoding: a row's keys are cut into tiles and the tiles into splits, one program each,
 whose outputs a second kernel merges. The number of splits follows from shapes alone, and a
@@ -44,7 +44,7 @@ def _tiles(length, TILE: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _attend_split(
-    q_ptr, cache_ptr, tables_ptr, lengths_ptr, sinks_ptr, out_ptr, partial_ptr, lse_ptr,
+    q_ptr, cache_ptr, tables_ptr, positions_ptr, sinks_ptr, out_ptr, partial_ptr, lse_ptr,
     q_stride, table_stride, page_stride, kv_stride, out_stride, scale_log2, num_splits,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -55,7 +55,7 @@ def _attend_split(
     group = tl.program_id(0)  # fastest: neighbours read neighbouring bytes of a page
     row = tl.program_id(1)
     split = tl.program_id(2)
-    length = tl.load(lengths_ptr + row).to(tl.int32)
+    length = tl.load(positions_ptr + row) + 1
     first, num_tiles = _tiles(length, TILE, WINDOW)
     per_split = tl.cdiv(num_tiles, num_splits)
     start = first + split * per_split
@@ -110,14 +110,14 @@ def _attend_split(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _merge_splits(
-    partial_ptr, lse_ptr, lengths_ptr, out_ptr, out_stride, num_splits,
+    partial_ptr, lse_ptr, positions_ptr, out_ptr, out_stride, num_splits,
     HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, MAX_SPLITS: tl.constexpr,
     TILE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One head of one row: its splits' outputs, weighted by their parts of the softmax's sum."""
     head = tl.program_id(0)
     row = tl.program_id(1)
-    length = tl.load(lengths_ptr + row).to(tl.int32)
+    length = tl.load(positions_ptr + row) + 1
     _, num_tiles = _tiles(length, TILE, WINDOW)
     num_used = tl.cdiv(num_tiles, tl.cdiv(num_tiles, num_splits))
     split = tl.arange(0, MAX_SPLITS)
@@ -141,7 +141,7 @@ def paged_decode(
     q: torch.Tensor,
     cache: torch.Tensor,
     block_tables: torch.Tensor,
-    lengths: torch.Tensor,
+    positions: torch.Tensor,
     out: torch.Tensor,
     *,
     scale: float,
@@ -154,9 +154,8 @@ def paged_decode(
 
     q, out: [rows, heads, head_dim] in half precision. Rows may be strided; the last two dimensions
     are contiguous. cache: [pages, 2, block_size, kv_heads, head_dim], one layer's, contiguous.
-    block_tables: int32 [rows, pages per sequence]. lengths: int32 or uint32, one per row: the keys
-    that it sees, at least 1. `window`: a row sees its last so many keys only. soft_cap, sinks: see
-    `AttentionLayer`.
+    block_tables: int32 [rows, pages per sequence]. positions: int32 [rows]: a row sees the keys up
+    to its own position; `window`: the last so many of them. soft_cap, sinks: see `AttentionLayer`.
 
     Only enqueues, and decides nothing by what the tensors hold: it may be captured.
     """
@@ -176,7 +175,7 @@ def paged_decode(
         partial = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty(parts, dtype=torch.float32, device=q.device)
     _attend_split[(num_groups, num_rows, num_splits)](
-        q, cache, block_tables, lengths, sinks, out, partial, lse,
+        q, cache, block_tables, positions, sinks, out, partial, lse,
         q.stride(0), block_tables.stride(0), cache.stride(0), cache.stride(1), out.stride(0),
         scale * LOG2_E, num_splits,
         NUM_KV_HEADS=num_kv_heads, GROUP=group, GROUP_PADDED=group_padded,
@@ -187,7 +186,7 @@ def paged_decode(
     )  # fmt: skip
     if num_splits > 1:
         _merge_splits[(num_heads, num_rows)](
-            partial, lse, lengths, out, out.stride(0), num_splits,
+            partial, lse, positions, out, out.stride(0), num_splits,
             HEAD_DIM=head_dim, DIM_PADDED=dim_padded, MAX_SPLITS=MAX_SPLITS,
             TILE=tile, WINDOW=window, num_warps=4,
         )  # fmt: skip

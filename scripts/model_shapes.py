@@ -1,0 +1,154 @@
+"""Published shapes of models as config.json's, what a step of each must read, and a cut of each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from asyncllm.config import EngineArgs
+from asyncllm.models.registry import settle
+
+Config = dict[str, Any]
+
+_WINDOWED = ["sliding_attention"] * 5 + ["full_attention"]
+SHAPES: dict[str, Config] = {
+    "gemma-3-4b": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "vocab_size": 262208,
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 1024,
+        "layer_types": (_WINDOWED * 6)[:34],
+        "tie_word_embeddings": True,
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "hidden_act": "silu",
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+    },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "hidden_act": "silu",
+        "swiglu_limit": 7.0,
+        "attention_bias": True,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "tie_word_embeddings": False,
+    },
+    "deepseek-v2-lite": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "vocab_size": 102400,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000,
+        "tie_word_embeddings": False,
+    },
+}
+_COMMON = {"torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2}
+
+
+def cut(shape: Config, layers: int = 6) -> Config:
+    """The same widths in fewer layers."""
+    small = shape | {"num_hidden_layers": layers}
+    if "layer_types" in shape:
+        small["layer_types"] = shape["layer_types"][:layers]
+    return small
+
+
+def write_shape(shape: Config, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(_COMMON | shape))
+    return folder
+
+
+def bytes_of_step(folder: Path, rows: int, context: int) -> float:
+    """What a decode step of `rows` rows must read: weights once, of the experts those that random
+    tokens touch, and all rows' keys and values. The embedding is read by rows."""
+    args = EngineArgs(str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16")
+    _, model = settle(args.create_engine_config())
+    source = json.loads((folder / "config.json").read_text())
+    num_experts = source.get("num_experts", source.get("num_local_experts"))
+    num_experts = num_experts or source.get("n_routed_experts", 1)
+    untouched = (1 - source.get("num_experts_per_tok", 1) / num_experts) ** rows
+    total = 0.0
+    for load in model.loads():
+        share = 1 - untouched if ".experts." in load.name else 1.0
+        is_lookup = "embed_tokens" in load.name and not source["tie_word_embeddings"]
+        total += 0.0 if is_lookup else share * load.num_bytes
+    window_tokens = [min(context, layer.window or context) for layer in model.attention_layers]
+    for layer, tokens in zip(model.attention_layers, window_tokens, strict=True):
+        total += rows * tokens * 2 * layer.num_kv_heads * layer.head_dim * 2
+    return total
