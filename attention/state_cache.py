@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-import numpy as np
 import torch
 
 from asyncllm.attention.base import PrefillRows
@@ -74,14 +74,29 @@ class StateCache:
             self._rows[target] = self._rows[source]
 
 
+class StateBackend(Protocol):
+    """The recurrences of a step's rows over the cache. Only enqueues device work."""
+
+    @property
+    def cache(self) -> StateCache: ...
+
+    def decode(self, slots: torch.Tensor) -> Recur:
+        """Of one token for each of `slots`, int32 [rows]; the padding slot stays as it is. May be
+        captured and replayed with other slots."""
+        ...
+
+    def mixed(self, decode_slots: torch.Tensor, prefills: PrefillRows) -> Recur:
+        """Of decodes, then of prompts."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class TorchStates:
-    """The recurrences of a step's rows by torch: the CPU's, and the reference."""
+    """By torch: the CPU's, and the reference."""
 
     cache: StateCache
 
     def decode(self, slots: torch.Tensor) -> Recur:
-        """Of one token for each of `slots`, int32 [rows]; the padding slot stays as it is."""
         rows, is_valid = slots.long(), slots != 0
 
         def recur(layer: StateLayer, inputs: Recurrence) -> torch.Tensor:
@@ -94,16 +109,14 @@ class TorchStates:
 
         return recur
 
-    def mixed(self, decode_slots: torch.Tensor | None, prefills: PrefillRows) -> Recur:
-        """Of decodes, then of prompts."""
-        decodes = None if decode_slots is None else self.decode(decode_slots)
-        num_decodes = 0 if decode_slots is None else len(decode_slots)
+    def mixed(self, decode_slots: torch.Tensor, prefills: PrefillRows) -> Recur:
+        num_decodes, decodes = len(decode_slots), self.decode(decode_slots)
 
         def recur(layer: StateLayer, inputs: Recurrence) -> torch.Tensor:
-            states, outputs = self.cache.layers[layer.index], []
-            if decodes is not None:
-                outputs.append(decodes(layer, tokens_of(inputs, slice(num_decodes))))
-            for slot, start, end, row in _pieces(prefills):
+            states = self.cache.layers[layer.index]
+            outputs = [decodes(layer, tokens_of(inputs, slice(num_decodes)))]
+            for i, start, end, row in pieces_of(prefills):
+                slot = int(prefills.slots[i])
                 tokens = tokens_of(inputs, slice(num_decodes + start, num_decodes + end))
                 out, moved = run(tokens, states[slot])
                 outputs.append(out)
@@ -114,17 +127,14 @@ class TorchStates:
         return recur
 
 
-def _pieces(prefills: PrefillRows) -> list[tuple[int, int, int, int]]:
-    """(slot, first token, end, row of the snapshot of what comes out, or 0), in order."""
+def pieces_of(prefills: PrefillRows) -> list[tuple[int, int, int, int]]:
+    """(prefill row, first token, end, row of the snapshot of what comes out, or 0), in order."""
     pieces: list[tuple[int, int, int, int]] = []
-    for i, slot in enumerate(prefills.slots.tolist()):
+    for i in range(len(prefills.slots)):
         start, end = prefills.query_indptr[i : i + 2].tolist()
         for _, token, row in prefills.saves[prefills.saves[:, 0] == i].tolist():
-            pieces.append((slot, start, token, row))
+            pieces.append((i, start, token, row))
             start = token
         if start < end:
-            pieces.append((slot, start, end, 0))
+            pieces.append((i, start, end, 0))
     return pieces
-
-
-NO_SAVES = np.zeros((0, 3), np.int32)

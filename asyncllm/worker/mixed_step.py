@@ -19,7 +19,7 @@ from asyncllm.attention.base import (
     PrefillRows,
     no_recurrence,
 )
-from asyncllm.attention.state_cache import TorchStates
+from asyncllm.attention.state_cache import StateBackend
 from asyncllm.graphs.full_graphs import FullGraphs
 from asyncllm.graphs.piecewise_graphs import PiecewiseGraphs
 from asyncllm.graphs.pool import GraphPool, Outputs, Recorded
@@ -44,7 +44,7 @@ class MixedStep:
 
     model: CausalLM
     attention: AttentionBackend
-    states: TorchStates | None  # of recurrent layers
+    states: StateBackend | None  # of recurrent layers
     state: DeviceState
     kernels: SlotKernels
     inputs: StaticInputs

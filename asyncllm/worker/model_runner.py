@@ -17,7 +17,7 @@ import torch
 
 from asyncllm.attention.base import AttentionBackend, DecodeRows, StepMixer, no_recurrence
 from asyncllm.attention.kv_cache import KVCache
-from asyncllm.attention.state_cache import TorchStates
+from asyncllm.attention.state_cache import StateBackend
 from asyncllm.config import EngineConfig
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.graphs.pool import Recorded
@@ -56,7 +56,7 @@ class ModelRunner:
         model: CausalLM,
         cache: KVCache,
         attention: AttentionBackend,
-        states: TorchStates | None,
+        states: StateBackend | None,
         state: DeviceState,
         kernels: SlotKernels,
         executor: Executor,

@@ -18,7 +18,7 @@ import torch
 from asyncllm.attention.cache_spec import CacheLayout
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.registry import build_backend, import_backend, resolve_backend
-from asyncllm.attention.state_cache import StateLayout, TorchStates
+from asyncllm.attention.state_cache import StateLayout
 from asyncllm.config import EngineConfig
 from asyncllm.kernels import persistent_decode
 from asyncllm.kernels.declaration import Launch
@@ -41,6 +41,7 @@ from asyncllm.worker.kernels import (
     select_add_lora,
     select_ops,
     select_slot_kernels,
+    select_states,
 )
 from asyncllm.worker.logits_processors import LogitsProcessors
 from asyncllm.worker.memory import (
@@ -149,7 +150,7 @@ class Worker:
             model,
             cache,
             attention,
-            None if states is None else TorchStates(states),
+            None if states is None else select_states(states, self.device),
             state,
             kernels,
             self._executor,

@@ -193,7 +193,7 @@ def _write_rotated(
 
 def prewarm(start: Start) -> Iterator[Callable[[], object]]:
     """One head to a program, and several."""
-    if start.attention_backend != "torch":
+    if start.layers and start.attention_backend != "torch":
         yield from (partial(_rotate_zeros, start, tokens) for tokens in (1, 2 * FEW_TOKENS))
 
 
