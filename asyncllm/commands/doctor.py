@@ -307,7 +307,9 @@ def _attention(config: Any, layers: Sequence[Any]) -> Iterator[Finding]:
 
     kinds, capability = LayerKinds(layers), torch.cuda.get_device_capability()
     for number, layer in enumerate(kinds.layers):
-        limit = balanced_decode.limit(layer, getattr(torch, config.dtype), config.block_size)
+        limit = balanced_decode.limit(
+            layer, getattr(torch, config.kv_cache_dtype), config.block_size
+        )
         if capability not in balanced_decode.KERNEL.capabilities:
             limit = f"compute capability {capability}"
         kernel = "paged_decode" if limit else "balanced_decode"

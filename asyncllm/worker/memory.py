@@ -30,6 +30,7 @@ from asyncllm.kernels.recurrent.records import (
 )
 from asyncllm.models.base import CausalLM, TokenInputs
 from asyncllm.models.kv_scales import measured_scales, stored_scales
+from asyncllm.models.parallel.mesh import Mesh
 from asyncllm.step_plan import StateMoves
 from asyncllm.types import SwapCost
 
@@ -109,8 +110,10 @@ def plan_memory(
     layout: CacheLayout,
     states: StateLayout,
     device: torch.device,
+    mesh: Mesh,
 ) -> MemoryPlan:
-    """Pages and states on the device and the host, and the context window that they allow.
+    """Pages and states on the device and the host, and the context window that they allow: what the
+    rank with the least memory has.
 
     Raises `ValueError` naming the flag where the asked window does not fit or nothing does.
     """
@@ -128,7 +131,7 @@ def plan_memory(
     groups = layout.groups(config.max_num_batched_tokens)
     num_blocks = -(-model_len // config.block_size)
     most = config.max_num_seqs * num_pages_for(groups, num_blocks)
-    num_pages = _num_pages(config, layout, room - state_bytes, most, device)
+    num_pages = mesh.least(_num_pages(config, layout, room - state_bytes, most, device))
     fits = num_blocks_that_fit(groups, num_pages, num_blocks) * config.block_size
     if fits < 1:
         raise ValueError(
@@ -180,7 +183,7 @@ def _cache_bytes(config: EngineConfig, peak_bytes: int, device: torch.device) ->
             reserve += peak_bytes * largest // config.max_num_batched_tokens
         return int(allowed - peak_bytes - reserve)
     ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(ram * CPU_KV_SHARE)
+    return int(ram * CPU_KV_SHARE / config.mesh.tp)
 
 
 def host_rows(config: EngineConfig, layout: CacheLayout, states: StateLayout) -> tuple[int, int]:

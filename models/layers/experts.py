@@ -84,9 +84,10 @@ class Experts:
         self._router = router
         self._shared = shared
         self._shared_gate = shared_gate
-        self._method = build.experts_method
+        self._method = build.experts_method(name, shape)
         self.weights = self._method.create_weights(shape)
         self._ops = build.ops
+        self._reduce = build.mesh.reduce if build.mesh.config.tp > 1 else None
 
     def add(self, x: Normed, end: AddRMSNorm) -> Normed:
         """As `MLP.add`."""
@@ -96,6 +97,8 @@ class Experts:
             if self._shared_gate is not None:
                 shared = shared.mul_(self._shared_gate(x).sigmoid())
             out = out.add_(shared)
+        if self._reduce is not None:  # both are summands
+            out = self._reduce(out)
         return end.apply(self._ops, out)
 
     @property
@@ -115,6 +118,6 @@ class Experts:
             yield from linear.loads()
 
     def finish_loading(self) -> None:
-        self._method.finish(self.weights)
+        self._method.finish(self._shape, self.weights)
         for linear in self.linears:
             linear.finish_loading()

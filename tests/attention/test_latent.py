@@ -110,4 +110,4 @@ def test_a_page_has_the_latents_size() -> None:
 def test_backends_that_have_no_latents_refuse_them(name: str) -> None:
     cache = KVCache(CacheLayout([LAYER], BLOCK_SIZE, torch.float32), 2, CPU)
     with pytest.raises(ValueError, match=f"{name} does not do latents.*layer 0 has: pass torch"):
-        build_backend(name, cache, [LAYER])  # type: ignore[arg-type]
+        build_backend(name, cache, [LAYER], torch.float32)  # type: ignore[arg-type]

@@ -75,7 +75,7 @@ def shape_definitions(layer: AttentionLayer, block_size: int) -> Definitions:
 
 
 def _definitions_for(start: Start) -> Definitions | None:
-    if start.attention_backend != "flashinfer":
+    if start.attention_backend != "flashinfer" or start.kv_dtype is not start.dtype:
         return None
     return definitions(start.layers, start.dtype, start.block_size)
 

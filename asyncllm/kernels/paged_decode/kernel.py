@@ -45,7 +45,8 @@ def _tiles(length, TILE: tl.constexpr, WINDOW: tl.constexpr):
 @triton.jit(do_not_specialize=["num_splits"])
 def _attend_split(
     q_ptr, cache_ptr, tables_ptr, positions_ptr, sinks_ptr, out_ptr, partial_ptr, lse_ptr,
-    q_stride, table_stride, page_stride, kv_stride, out_stride, scale_log2, num_splits,
+    q_stride, table_stride, page_stride, kv_stride, out_stride, scale_log2, v_scale,
+    num_splits,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP_LOG2: tl.constexpr, HAS_SINKS: tl.constexpr,
@@ -90,6 +91,7 @@ def _attend_split(
         token += TILE
         page = tl.load(table + token // BLOCK_SIZE, token < length, other=0)
 
+        k, v = k.to(q.dtype), v.to(q.dtype)  # of FP8
         scores = scaled_scores(tl.dot(q, tl.trans(k)), scale_log2, SOFT_CAP_LOG2)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         # Finite from the first tile on: every tile of a split holds a key that is seen.
@@ -99,7 +101,7 @@ def _attend_split(
         has_sink = (member < GROUP) & (split == 0)
         sinks = tl.load(sinks_ptr + head, has_sink, other=float("-inf")).to(tl.float32)
         best, total, acc = add_sink(sinks * LOG2_E, best, total, acc)
-    acc = acc / total[:, None]
+    acc = acc * v_scale / total[:, None]
     if WHOLE:
         tl.store(out_ptr + row * out_stride + in_row, acc.to(out_ptr.dtype.element_ty), in_q)
     else:
@@ -149,6 +151,7 @@ def paged_decode(
     num_sms: int,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     """Attention of one query token per row over its pages, into `out`.
 
@@ -156,6 +159,7 @@ def paged_decode(
     are contiguous. cache: [pages, 2, block_size, kv_heads, head_dim], one layer's, contiguous.
     block_tables: int32 [rows, pages per sequence]. positions: int32 [rows]: a row sees the keys up
     to its own position; `window`: the last so many of them. soft_cap, sinks: see `AttentionLayer`.
+    kv_scales: by which what the pages have in FP8 is multiplied.
 
     Only enqueues, and decides nothing by what the tensors hold: it may be captured.
     """
@@ -177,7 +181,7 @@ def paged_decode(
     _attend_split[(num_groups, num_rows, num_splits)](
         q, cache, block_tables, positions, sinks, out, partial, lse,
         q.stride(0), block_tables.stride(0), cache.stride(0), cache.stride(1), out.stride(0),
-        scale * LOG2_E, num_splits,
+        scale * kv_scales[0] * LOG2_E, kv_scales[1], num_splits,
         NUM_KV_HEADS=num_kv_heads, GROUP=group, GROUP_PADDED=group_padded,
         HEAD_DIM=head_dim, DIM_PADDED=dim_padded, BLOCK_SIZE=block_size,
         TILE=tile, WINDOW=window, SOFT_CAP_LOG2=soft_cap_log2(soft_cap),
