@@ -254,7 +254,6 @@ class WorkerGroup:
                 return
             who = "the ranks" if rank is None else f"rank {rank}"
             self.failure = f"{who} of {self._config.mesh.size} failed: {reason}"
-        logger.critical("%s", self.failure)
         lost = RankLostError(self.failure)
         for progress in self._progress.values():
             futures: list[Future[Any]] = [progress.joins, progress.ready, *progress.answers]
