@@ -271,8 +271,6 @@ class EngineArgs:
         tp, pp = self.tensor_parallel_size, self.pipeline_parallel_size
         if self.enable_expert_parallel and tp == 1:
             raise ValueError("enable_expert_parallel needs a tensor_parallel_size above 1")
-        if self.enable_lora and pp > 1:
-            raise ValueError(f"enable_lora: no adapters with pipeline_parallel_size {pp}")
         if (size := tp * pp) > MAX_RANKS:
             raise ValueError(
                 f"tensor_parallel_size {tp} times pipeline_parallel_size {pp} is over {MAX_RANKS}"

@@ -262,6 +262,9 @@ class Worker:
             if not lora.layers:
                 raise ValueError("enable_lora: this model's own code takes no adapters")
             lora.allocate()
+            own = config.mesh.layers(config.model.num_layers)
+            others = {*range(config.model.num_layers)} - {*own}
+            lora.elsewhere = tuple(f"model.layers.{index}." for index in others)
         # One row, whose GEMMs are other kernels; weights may be missing.
         if config.mesh.size == 1:  # of several ranks a thread's calls would meet others of the mesh
             early.begin(
