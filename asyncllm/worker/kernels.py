@@ -65,9 +65,9 @@ def select_add_lora(device: torch.device) -> AddLoRA:
     """Triton's on CUDA, else plain torch."""
     if device.type != "cuda":
         return add_lora_torch
-    from asyncllm.kernels.lora.kernel import add_lora_triton  # slow to import
+    from asyncllm.kernels.lora.kernel import TritonLoRA  # slow to import
 
-    return add_lora_triton
+    return TritonLoRA(device)
 
 
 def has_fast_ops(device: torch.device, dtype: torch.dtype) -> bool:

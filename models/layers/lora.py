@@ -22,15 +22,18 @@ import torch
 from asyncllm.kernels.records import LoRAWeights as LoRAWeights
 from asyncllm.types import NO_ADAPTER
 
-# (product [T, out], x [T, in], weights, slots int32 [T]): adds each token's to its product, in
-# place. Only enqueues, and may be captured, where its device has streams.
-AddLoRA = Callable[[torch.Tensor, torch.Tensor, LoRAWeights, torch.Tensor], None]
+# (makes the product [T, out], x [T, in], weights, slots int32 [T]): the product, with what each
+# token's adapter adds. Only enqueues, and may be captured, where its device has streams.
+AddLoRA = Callable[
+    [Callable[[], torch.Tensor], torch.Tensor, LoRAWeights, torch.Tensor], torch.Tensor
+]
 
 
 def add_lora_torch(
-    product: torch.Tensor, x: torch.Tensor, weights: LoRAWeights, slots: torch.Tensor
-) -> None:
+    product: Callable[[], torch.Tensor], x: torch.Tensor, weights: LoRAWeights, slots: torch.Tensor
+) -> torch.Tensor:
     """The reference `AddLoRA`, for a CPU: one product for each adapter that tokens use."""
+    out = product()
     for slot in slots.unique().tolist():
         if slot == NO_ADAPTER:
             continue
@@ -39,7 +42,8 @@ def add_lora_torch(
         ranks = shrunk.split(weights.b.shape[2], dim=1)
         features = weights.b[slot].split(weights.sizes)
         deltas = [h @ b.T for h, b in zip(ranks, features, strict=True)]
-        product.index_add_(0, tokens, torch.cat(deltas, dim=1))
+        out.index_add_(0, tokens, torch.cat(deltas, dim=1))
+    return out
 
 
 class LoRALayers:
@@ -119,8 +123,7 @@ class LoRALayer:
         """Whether tokens of the forward pass that runs have adapters."""
         return self._owner.token_slots is not None
 
-    def add(self, product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """The product [T, out] of x [T, in], with the tokens' deltas added in place."""
-        if self._owner.token_slots is not None:
-            self._owner.add(product, x, self.weights, self._owner.token_slots)
-        return product
+    def add(self, product: Callable[[], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """The product [T, out] of x [T, in], with the tokens' deltas."""
+        slots = self._owner.token_slots
+        return product() if slots is None else self._owner.add(product, x, self.weights, slots)

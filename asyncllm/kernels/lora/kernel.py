@@ -10,6 +10,8 @@ in one order, whatever its neighbours are. Of the adapters only those that token
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -102,28 +104,74 @@ def _expand(
     tl.store(product_ptr, total.to(product_ptr.dtype.element_ty), inside)
 
 
-def add_lora_triton(
-    product: torch.Tensor, x: torch.Tensor, weights: LoRAWeights, slots: torch.Tensor
-) -> None:
-    """`AddLoRA` in two kernels. product, x: contiguous."""
+def shrink(x: torch.Tensor, weights: LoRAWeights, slots: torch.Tensor) -> torch.Tensor:
+    """The partial sums, float32 [pieces, T, parts, max_rank], of x [T, in], contiguous."""
     num_tokens, in_features = x.shape
-    num_slots, out_features, rank = weights.b.shape
-    sizes = weights.sizes
-    assert 1 <= len(sizes) <= 3 and product.is_contiguous() and x.is_contiguous()
-    tokens = min(max(triton.next_power_of_2(num_tokens), MIN_DOT), MAX_TOKENS)
-    tiles = triton.cdiv(num_tokens, tokens)
+    num_slots, _, rank = weights.b.shape
+    num_parts = len(weights.sizes)
+    assert x.is_contiguous()
+    tokens, tiles = _tile(num_tokens)
     piece_columns, num_pieces = _pieces(in_features, tiles)
-    partial = x.new_empty((num_pieces, num_tokens, len(sizes), rank), dtype=torch.float32)
-    shared = {"PARTS": len(sizes), "RANK": rank, "TOKENS": tokens, **launch_flags(x.device)}
-    _shrink[(num_pieces * len(sizes), tiles, num_slots - 1)](
+    partial = x.new_empty((num_pieces, num_tokens, num_parts, rank), dtype=torch.float32)
+    _shrink[(num_pieces * num_parts, tiles, num_slots - 1)](
         x, weights.a, slots, partial, num_tokens, in_features, weights.a.stride(0), piece_columns,
-        COLUMNS=SHRINK_COLUMNS, **shared,
+        PARTS=num_parts, RANK=rank, TOKENS=tokens, COLUMNS=SHRINK_COLUMNS,
+        **launch_flags(x.device),
     )  # fmt: skip
+    return partial
+
+
+def expand(
+    product: torch.Tensor, partial: torch.Tensor, weights: LoRAWeights, slots: torch.Tensor
+) -> None:
+    """Add what became of the partial sums to the product [T, out], contiguous."""
+    num_pieces, num_tokens, num_parts, rank = partial.shape
+    sizes = weights.sizes
+    assert 1 <= num_parts <= 3 and product.is_contiguous()
+    tokens, tiles = _tile(num_tokens)
     num_blocks = sum(triton.cdiv(size, EXPAND_COLUMNS) for size in sizes)
-    _expand[(num_blocks, tiles, num_slots - 1)](
-        partial, weights.b, slots, product, num_tokens, out_features, weights.b.stride(0),
-        num_pieces, sizes[0], sum(sizes[:2]), COLUMNS=EXPAND_COLUMNS, **shared,
+    _expand[(num_blocks, tiles, len(weights.b) - 1)](
+        partial, weights.b, slots, product, num_tokens, sum(sizes), weights.b.stride(0),
+        num_pieces, sizes[0], sum(sizes[:2]), PARTS=num_parts, RANK=rank, TOKENS=tokens,
+        COLUMNS=EXPAND_COLUMNS, **launch_flags(product.device),
     )  # fmt: skip
+
+
+def _tile(num_tokens: int) -> tuple[int, int]:
+    """Tokens of a program, and how many programs have all."""
+    tokens = min(max(triton.next_power_of_2(num_tokens), MIN_DOT), MAX_TOKENS)
+    return tokens, triton.cdiv(num_tokens, tokens)
+
+
+class TritonLoRA:
+    """`AddLoRA`: shrinks on a stream of its own while the product is made.
+
+    A base product of few tokens waits for its weights and leaves room on every SM; in a graph the
+    two are branches. What one stream allocated is given back after the other has waited for it.
+    """
+
+    def __init__(self, device: torch.device, *, overlaps: bool = True) -> None:
+        self._beside = torch.cuda.Stream(device) if overlaps else None
+
+    def __call__(
+        self,
+        product: Callable[[], torch.Tensor],
+        x: torch.Tensor,
+        weights: LoRAWeights,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        if self._beside is None:
+            out = product()
+            expand(out, shrink(x, weights, slots), weights, slots)
+            return out
+        current = torch.cuda.current_stream(x.device)
+        self._beside.wait_stream(current)
+        with torch.cuda.stream(self._beside):
+            partial = shrink(x, weights, slots)
+        out = product()
+        current.wait_stream(self._beside)
+        expand(out, partial, weights, slots)
+        return out
 
 
 def _pieces(in_features: int, tiles: int) -> tuple[int, int]:
