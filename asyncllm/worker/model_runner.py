@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -193,7 +194,8 @@ class ModelRunner:
         else:
             hidden = self.mixed.forward(step, graph)
             extras = self._upload(step)  # which only sampling reads
-        of_prompts = prompt_logprobs(self._model, hidden, step.prompt_logprobs, extras)
+        logits_of = partial(self.mixed.logits_of_tokens, hidden)
+        of_prompts = prompt_logprobs(step.prompt_logprobs, extras, logits_of)
         sampled, logits = self.mixed.logits(hidden, len(step.sampled_slots))
         slots, positions = self.inputs.sample_slots, self.inputs.sample_positions
         return Forwarded(logits, slots, positions, sampled, extras, of_prompts)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from asyncllm.models.base import Load
 from asyncllm.models.layers.build import Build
+from asyncllm.models.layers.lora import LoRAEmbedding
 from asyncllm.models.layers.ops import Normed
 
 
@@ -21,11 +22,16 @@ class Embedding:
         self.weight_name = f"{name}.weight"
         self.weight = build.empty(vocab_size, size)
         self._scale = scale
+        self._lora = None
+        if build.lora is not None:
+            self._lora = build.lora.register(LoRAEmbedding(build.lora, name, self.weight, scale))
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int32 or int64 [T] -> [T, size], a new tensor."""
         vectors = F.embedding(token_ids, self.weight)
-        return vectors if self._scale == 1.0 else vectors.mul_(self._scale)
+        if self._scale != 1.0:
+            vectors.mul_(self._scale)
+        return vectors if self._lora is None else self._lora.add(vectors, token_ids)
 
     def loads(self) -> Iterator[Load]:
         yield Load(self.weight_name, self.weight)
@@ -53,10 +59,18 @@ class LMHead:
         self._ops = build.ops
         self.weight = embedding.weight if tied else build.empty(*embedding.weight.shape)
         self.aliases = {self._name: embedding.weight_name} if tied else {}
+        self._lora = None
+        if build.lora is not None:
+            self._lora = build.lora.layer({name: len(self.weight)}, self.weight.shape[1])
+            self._lora.base = {"weight": self.weight}
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, size] -> [S, vocab_size], in the model's dtype."""
-        logits = self._ops.product(Normed(hidden), self.weight)
+
+        def product() -> torch.Tensor:
+            return self._ops.product(Normed(hidden), self.weight)
+
+        logits = product() if self._lora is None else self._lora.add(product, hidden)
         if self._scale != 1.0:
             logits.mul_(self._scale)
         if self._soft_cap is not None:

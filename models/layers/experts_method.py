@@ -10,7 +10,15 @@ import torch
 
 from asyncllm.models.base import Load
 from asyncllm.models.layers.linear_method import Weights
-from asyncllm.models.layers.ops import SILU, Activation, ExpertWeights, Normed, Ops, Routed
+from asyncllm.models.layers.ops import (
+    SILU,
+    Activation,
+    ExpertAdapters,
+    ExpertWeights,
+    Normed,
+    Ops,
+    Routed,
+)
 
 # (name of the experts in the checkpoint, their weights) -> all that fills them
 LoadExperts = Callable[[str, ExpertWeights], Iterator[Load]]
@@ -24,6 +32,8 @@ class ExpertsShape:
     hidden_size: int
     size: int  # of one expert
     load: LoadExperts
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # names below an expert
+    interleaved: bool = False  # files that stack the experts have gates and ups by turns
     bias: bool = False
     activation: Activation = SILU
 
@@ -44,7 +54,12 @@ class ExpertsMethod(Protocol):
         ...
 
     def apply(
-        self, shape: ExpertsShape, weights: Weights, x: Normed, routed: Routed
+        self,
+        shape: ExpertsShape,
+        weights: Weights,
+        x: Normed,
+        routed: Routed,
+        adapters: ExpertAdapters | None,
     ) -> torch.Tensor:
         """As `Ops.experts`."""
         ...
@@ -76,9 +91,14 @@ class UnquantizedExpertsMethod:
         """They are used as they were read."""
 
     def apply(
-        self, shape: ExpertsShape, weights: Weights, x: Normed, routed: Routed
+        self,
+        shape: ExpertsShape,
+        weights: Weights,
+        x: Normed,
+        routed: Routed,
+        adapters: ExpertAdapters | None,
     ) -> torch.Tensor:
-        return self.ops.experts(x, _record(shape, weights), routed)
+        return self.ops.experts(x, _record(shape, weights), routed, adapters)
 
 
 def _record(shape: ExpertsShape, weights: Weights) -> ExpertWeights:

@@ -13,6 +13,7 @@ from asyncllm.attention.heads import inverse_rms, rms_norm
 from asyncllm.models.layers.ops import (
     SILU,
     Activation,
+    ExpertAdapters,
     ExpertWeights,
     Norm,
     Normed,
@@ -37,8 +38,14 @@ class TorchOps(Ops):
     ) -> Routed:
         return route(logits, correction, routing)
 
-    def experts(self, x: Normed, weights: ExpertWeights, routed: Routed) -> torch.Tensor:
-        return grouped_experts(x.values, weights, routed)
+    def experts(
+        self,
+        x: Normed,
+        weights: ExpertWeights,
+        routed: Routed,
+        adapters: ExpertAdapters | None = None,
+    ) -> torch.Tensor:
+        return grouped_experts(x.values, weights, routed, adapters)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> Normed:
         if norm.weight.dtype != x.dtype:
@@ -65,7 +72,12 @@ def swiglu(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     return (gate * torch.sigmoid(activation.alpha * gate)).mul_(up + 1)
 
 
-def grouped_experts(x: torch.Tensor, weights: ExpertWeights, routed: Routed) -> torch.Tensor:
+def grouped_experts(
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    routed: Routed,
+    adapters: ExpertAdapters | None = None,
+) -> torch.Tensor:
     """The sum of each token's experts by their gates, by two grouped products over sorted rows:
     [T, hidden_size] -> the same shape, a new tensor.
 
@@ -82,9 +94,16 @@ def grouped_experts(x: torch.Tensor, weights: ExpertWeights, routed: Routed) -> 
         out = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
         return out if bias is None else out.add_(bias[expert_ids])
 
-    rows = x[order.div(top_k, rounding_mode="floor")]
-    gated = swiglu(product(rows, weights.gate_up, weights.gate_up_bias), weights.activation)
+    tokens = order.div(top_k, rounding_mode="floor")
+    rows = x[tokens]
+    gate_up = product(rows, weights.gate_up, weights.gate_up_bias)
+    slots = None if adapters is None else adapters.row_slots(tokens)
+    if adapters is not None and slots is not None:
+        gate_up = adapters.add_gate_up(gate_up, rows, slots, ends)
+    gated = swiglu(gate_up, weights.activation)
     out = product(gated, weights.down, weights.down_bias)
+    if adapters is not None and slots is not None:
+        out = adapters.add_down(out, gated, slots, ends)
     unsorted = torch.empty_like(out)
     unsorted[order] = out
     gates = routed.gates.unsqueeze(1)  # [T, 1, k]

@@ -20,6 +20,7 @@ def add_by_definition(
         h = (weights.a[slot].double() @ row).split(rank)
         b = weights.b[slot].double().split(weights.sizes)
         delta = torch.cat([each @ low for each, low in zip(b, h, strict=True)])
+        delta += weights.bias[slot].double()
         deltas.append(delta if slot else delta * 0)
     return product.double() + torch.stack(deltas)
 

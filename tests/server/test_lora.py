@@ -181,7 +181,12 @@ def test_dynamic_lora_invalid_files(tmp_path: Path, spoil: Any, words: str) -> N
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("use_dora", True), ("bias", "all"), ("modules_to_save", ["lm_head"]), ("peft_type", "IA3")],
+    [
+        ("use_dora", True),
+        ("trainable_token_indices", [1]),
+        ("modules_to_save", ["lm_head"]),
+        ("peft_type", "IA3"),
+    ],
 )
 def test_what_is_not_served_is_refused_by_name(tmp_path: Path, setting: str, value: Any) -> None:
     adapter = write_tiny_adapter(tmp_path / "it", **{setting: value})

@@ -1,7 +1,7 @@
 """LoRA's two small products in Triton, for tokens of different adapters: shrink, then expand.
 
     shrink  partial[k, t, p] = a[slot of t, part p][:, k] @ x[t, k]      k: a piece of the features
-    expand  product[t, part p] += b[slot of t, part p] @ sum over k of partial[k, t, p]
+    expand  product[t, part p] += b[slot of t, part p] @ sum over k of partial[k, t, p] + bias
 
 A program works for one slot on a tile of tokens and ends at once where none of them has it: tokens
 need no order, nothing is planned, and a captured graph replays as it is. A token's sum is added up
@@ -62,9 +62,9 @@ def _shrink(
 
 @triton.jit
 def _expand(
-    partial_ptr, b_ptr, slots_ptr, product_ptr, num_tokens, out_features, b_stride, num_pieces,
-    first_end, second_end, PARTS: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    partial_ptr, b_ptr, bias_ptr, slots_ptr, product_ptr, num_tokens, out_features, b_stride,
+    bias_stride, num_pieces, first_end, second_end, PARTS: tl.constexpr, RANK: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A piece of the product's columns, for one slot. Parts end at first_end, second_end and
     out_features; programs of a part begin at its first column."""
@@ -87,6 +87,8 @@ def _expand(
     rank = tl.arange(0, RANK)
     b_ptr += slot.to(tl.int64) * b_stride
     b = tl.load(b_ptr + column[None, :] * RANK + rank[:, None], (column < end)[None, :], other=0.0)
+    bias_ptr += slot.to(tl.int64) * bias_stride
+    bias = tl.load(bias_ptr + column, column < end, other=0.0).to(tl.float32)
     if PDL:
         after = wait_previous()
         partial_ptr += after
@@ -97,7 +99,7 @@ def _expand(
     for piece in range(num_pieces):
         offset = (piece + tl.zeros((), tl.int64)) * num_tokens * (PARTS * RANK)
         sums += tl.load(partial_ptr + offset, is_own[:, None], other=0.0)
-    delta = tl.dot(sums.to(b.dtype), b, input_precision="ieee")
+    delta = tl.dot(sums.to(b.dtype), b, input_precision="ieee") + bias[None, :]
     product_ptr += token.to(tl.int64)[:, None] * out_features + column[None, :]
     inside = is_own[:, None] & (column < end)[None, :]
     total = tl.load(product_ptr, inside, other=0.0).to(tl.float32) + delta
@@ -131,9 +133,10 @@ def expand(
     tokens, tiles = _tile(num_tokens)
     num_blocks = sum(triton.cdiv(size, EXPAND_COLUMNS) for size in sizes)
     _expand[(num_blocks, tiles, len(weights.b) - 1)](
-        partial, weights.b, slots, product, num_tokens, sum(sizes), weights.b.stride(0),
-        num_pieces, sizes[0], sum(sizes[:2]), PARTS=num_parts, RANK=rank, TOKENS=tokens,
-        COLUMNS=EXPAND_COLUMNS, **launch_flags(product.device),
+        partial, weights.b, weights.bias, slots, product, num_tokens, sum(sizes),
+        weights.b.stride(0), weights.bias.stride(0), num_pieces, sizes[0], sum(sizes[:2]),
+        PARTS=num_parts, RANK=rank, TOKENS=tokens, COLUMNS=EXPAND_COLUMNS,
+        **launch_flags(product.device),
     )  # fmt: skip
 
 

@@ -1,0 +1,99 @@
+"""The adapters of a layer's experts: two low-rank matrices for each expert and product.
+
+As of a linear layer whose experts are parts (lora.py): gate and up have a matrix `a` each, so that
+files which adapt them apart and those which adapt their stacked tensor are served alike. One slot
+after the other adds to its rows, in products that are grouped as those of the experts: shapes
+depend on the number of tokens alone, and nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from asyncllm.models.layers.experts_method import ExpertsShape
+from asyncllm.models.layers.lora import LoRALayers, Place
+
+
+class LoRAExperts:
+    """name: of the experts in the checkpoint; `shape.parts`: of gate, up and down below one."""
+
+    def __init__(self, owner: LoRALayers, name: str, shape: ExpertsShape) -> None:
+        self._owner, self._name, self.shape = owner, name, shape
+        experts, rank, hidden, size = (
+            shape.num_experts, owner.max_rank, shape.hidden_size, shape.size,
+        )  # fmt: skip
+        self.shapes = (
+            (experts, 2 * rank, hidden),
+            (experts, 2 * size, rank),
+            (experts, rank, size),
+            (experts, hidden, rank),
+        )
+
+    @property
+    def names(self) -> set[str]:
+        """In the checkpoint, and in transformers, which peft names them by."""
+        return {self._name, self._name.replace(".block_sparse_moe.", ".mlp.")}
+
+    def bind(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def places(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[str, Place]]:
+        """One for each expert and product."""
+        gate_up_a, gate_up_b, down_a, down_b = tensors
+        gate, up, down = self.shape.parts
+        for expert in range(self.shape.num_experts):
+            name = f"{self._name}.{expert}"
+            gate_a, up_a = gate_up_a[expert].chunk(2)
+            gate_b, up_b = gate_up_b[expert].chunk(2)
+            yield f"{name}.{gate}", Place(gate_a, gate_b)
+            yield f"{name}.{up}", Place(up_a, up_b)
+            yield f"{name}.{down}", Place(down_a[expert], down_b[expert])
+
+    @property
+    def is_used(self) -> bool:
+        return self._owner.row_slots is not None
+
+    def row_slots(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Of rows that are these tokens', [rows]."""
+        assert self._owner.row_slots is not None
+        return self._owner.row_slots[tokens]
+
+    def add_gate_up(
+        self, product: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor
+    ) -> torch.Tensor:
+        """product [rows, 2 * size] of rows [rows, hidden], in place. ends: int32 [experts]."""
+        a, b = self._tensors[:2]
+        return self._add(product, rows, a, b, slots, ends)
+
+    def add_down(
+        self, product: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor
+    ) -> torch.Tensor:
+        """product [rows, hidden] of rows [rows, size], in place."""
+        a, b = self._tensors[2:]
+        return self._add(product, rows, a, b, slots, ends)
+
+    def _add(
+        self,
+        product: torch.Tensor,
+        rows: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        slots: torch.Tensor,
+        ends: torch.Tensor,
+    ) -> torch.Tensor:
+        num_parts = a.shape[2] // self._owner.max_rank
+        for slot in range(1, len(a)):
+            shrunk = F.grouped_mm(rows, a[slot].transpose(1, 2), offs=ends)
+            shrunk = torch.where((slots == slot).unsqueeze(1), shrunk, 0)
+            parts = zip(
+                shrunk.chunk(num_parts, dim=1),
+                b[slot].chunk(num_parts, dim=1),
+                product.chunk(num_parts, dim=1),
+                strict=True,
+            )
+            for h, features, out in parts:
+                out += F.grouped_mm(h.contiguous(), features.transpose(1, 2), offs=ends)
+        return product
