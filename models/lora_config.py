@@ -39,6 +39,10 @@ class PeftConfig(msgspec.Struct):
     use_qalora: bool = False
     use_bdlora: Any = None
     arrow_config: Any = None
+    layer_replication: Any = None
+    velora_config: Any = None
+    kasa_config: Any = None
+    monteclora_config: Any = None
 
     def scale(self, module: str, rank: int) -> float:
         """What peft multiplies the product of a module's two matrices by."""
@@ -61,6 +65,10 @@ SERVED: dict[str, tuple[Any, ...]] = {
     "use_qalora": (False,),
     "use_bdlora": (None, {}),
     "arrow_config": (None, {}),
+    "layer_replication": (None, []),
+    "velora_config": (None, {}),
+    "kasa_config": (None, {}),
+    "monteclora_config": (None, {}),
 }
 
 
