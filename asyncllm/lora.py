@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-
 # Of the built-in model, by name in place of a folder.
 BUILTIN_ADAPTERS = {"tiny-pirate": Path(__file__).parent / "assets" / "tiny-pirate"}
 

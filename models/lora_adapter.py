@@ -116,8 +116,8 @@ class _Reader:
             if any(kind in names for kind in pair):
                 a, b = self._pair(module, names, pair)
                 self._check_rank(names[pair[0]], rank := len(a))
-                self._check(names[pair[0]], a, [rank, place.a.shape[1]])
-                self._check(names[pair[1]], b, [len(place.b), rank])
+                self._check(names[pair[0]], a, [rank, place.in_features])
+                self._check(names[pair[1]], b, [place.out_features, rank])
                 self._put(place, a, b * self._config.scale(module, rank))
         self._fill_bias(module, place, names, rank)
         if "base_layer.weight" in names:
@@ -133,8 +133,9 @@ class _Reader:
         return self._tensor(names[pair[0]]), self._tensor(names[pair[1]])
 
     def _put(self, place: Place, a: torch.Tensor, b: torch.Tensor) -> None:
-        place.a[: len(a)] = a
-        place.b[:, : len(a)] = b if place.rows is None else b[place.rows]
+        if place.a is not None:
+            place.a[: len(a)] = a[:, place.columns]
+            place.b[:, : len(a)] = b if place.rows is None else b[place.rows]
 
     def _fill_bias(self, module: str, place: Place, names: dict[str, str], rank: int) -> None:
         """lora_B's, scaled, and what the base's was changed by."""
@@ -144,27 +145,32 @@ class _Reader:
             change = given * self._config.scale(module, rank)
         for kind in ("bias", "base_layer.bias"):
             if (name := names.get(kind)) is not None:
-                if place.base_bias is None:
+                if place.bias is not None and place.base_bias is None:
                     raise self._error(f"{name}: the model has no bias of {module}")
-                change = change + self._bias(name, place) - place.base_bias.cpu().float()
+                base = 0.0 if place.base_bias is None else place.base_bias.cpu().float()
+                change = change + self._bias(name, place) - base
         if place.bias is not None:
             place.bias.copy_(torch.as_tensor(change))
 
     def _bias(self, name: str, place: Place) -> torch.Tensor:
-        if place.bias is None:
+        """The outputs here."""
+        if not place.takes_bias:
             raise self._error(f"{name}: biases of this module are not supported")
         given = self._tensor(name)
-        self._check(name, given, list(place.bias.shape))
+        self._check(name, given, [place.out_features])
         return given if place.rows is None else given[place.rows]
 
     def _compare(self, name: str, place: Place) -> None:
         """What peft saves of a base's embedding must be the base's: full tensors have no slot."""
         base, given = place.base_weight, self._opened.get_slice(name)
-        same = base is not None and list(base.shape) == given.get_shape()
-        for start in range(0, len(base) if base is not None and same else 0, COMPARED_ROWS):
+        vocabulary = max(place.in_features, place.out_features)
+        own = range(vocabulary)[place.base_rows]
+        same = base is not None and given.get_shape() == [vocabulary, base.shape[1]]
+        for start in own[::COMPARED_ROWS] if same else ():
             assert base is not None
-            rows = base[start : start + COMPARED_ROWS].cpu()
-            same = same and torch.equal(rows, given[start : start + COMPARED_ROWS].to(rows.dtype))
+            end = min(start + COMPARED_ROWS, own.stop)
+            rows = base[start - own.start : end - own.start].cpu()
+            same = same and torch.equal(rows, given[start:end].to(rows.dtype))
         if not same:
             raise self._error(f"{name} is not the model's own; trained weights are not supported")
 

@@ -11,12 +11,11 @@ per number of streams, in microseconds per step:
   emit, write     deltas and SSE frames; their writes, system calls included
   loop            everything else on the loop's thread
   us/token        all of it per token: the CPU time of the loop's thread, the wait apart
-  threads         CPU time of all other threads, per step: masks, mostly
+  threads         CPU time of all other threads, per step
 
-Lag is how long a packet from another process lies before the loop sees it. With --json, late is the
-share of steps whose masks came after their forward pass (late_us: by how much, over all steps).
-With --answer-tokens answers end, and their clients ask again: members change in almost every step.
-The quantiles of each phase's steps are in the JSON line that ends it.
+Lag is how long a packet from another process lies before the loop sees it. With --answer-tokens
+answers end, and their clients ask again: members change in almost every step. The quantiles of each
+phase's steps are in the JSON line that ends it.
 """
 
 from __future__ import annotations
@@ -38,12 +37,11 @@ from typing import Any
 
 import numpy as np
 import uvloop
-from json_streams import ANSWER_TOKENS, JsonStreams
 from simulated_worker import SimulatedWorker, running_server
 from tqdm import tqdm
 
 from asyncllm.config import EngineArgs
-from asyncllm.engine import engine_core
+from asyncllm.engine import core_loader
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.server.http.sse import SSEStream
@@ -137,21 +135,19 @@ async def measure(args: argparse.Namespace, num_streams: int) -> dict[str, Any]:
 async def _with_clients(
     engine: AsyncLLMEngine, service: Service, port: int, args: argparse.Namespace, num_streams: int
 ) -> dict[str, Any]:
-    meter = Meter()
-    meter.watch(engine._running(), service)
-    if args.json:
-        worker: Any = engine._running().worker
-        worker.answer = JsonStreams(engine._running()).answer
+    meter, core = Meter(), engine._running()
+    assert isinstance(core, EngineCore)
+    meter.watch(core, service)
     loop = asyncio.get_running_loop()
     lag, _ = await loop.create_datagram_endpoint(lambda: LagProbe(meter), ("127.0.0.1", 0))
-    max_tokens = ANSWER_TOKENS - 1 if args.json else args.answer_tokens or MAX_TOKENS
+    max_tokens = args.answer_tokens or MAX_TOKENS
     body = {"prompt": list(range(100, 100 + args.prompt_tokens)), "max_tokens": max_tokens}
     body |= {"stream": True, "ignore_eos": True, "temperature": 0}
     lag_port = lag.get_extra_info("sockname")[1]
     ends = str(int(args.answer_tokens > 0))
     numbers = map(str, (port, num_streams, lag_port))
     clients = subprocess.Popen(  # noqa: ASYNC220 (once, at the start)
-        [sys.executable, CLIENTS, "endless", *numbers, json.dumps(body), ends]
+        [sys.executable, CLIENTS, *numbers, json.dumps(body), ends]
     )
     try:
         return await _measure(engine, meter, args, num_streams)
@@ -170,8 +166,6 @@ async def _measure(
     if args.profile:
         profiler.enable()
     meter.reset()
-    worker: Any = engine._running().worker
-    worker.lateness_s.clear()
     start_s, cpu_s, all_cpu_s = time.perf_counter(), time.thread_time(), time.process_time()
     await _steps(meter, args.steps)
     wall_s, cpu_s = time.perf_counter() - start_s, time.thread_time() - cpu_s
@@ -183,7 +177,6 @@ async def _measure(
         profiler.disable()
         pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(40)
     num_writes, num_bytes, num_tokens = await _count_writes(meter)
-    late_s = np.array(worker.lateness_s or [-np.inf])
     if not args.answer_tokens:
         assert tokens == steps * num_streams, f"{tokens} tokens in {steps} steps: a stream ended"
     loop_s = cpu_s - sum(seconds[name] for name in PHASES if name != "wake")
@@ -194,8 +187,6 @@ async def _measure(
         "us_per_token": round(cpu_s / tokens * 1e6, 2),
         "other_threads_us_per_step": round(other_cpu_s / steps * 1e6, 1),
         "step_ms": round(wall_s / steps * 1e3, 3),
-        "late_masks": round(float((late_s > 0).mean()), 3),
-        "late_us_per_step": round(float(late_s.clip(min=0).mean()) * 1e6, 1),
         "lag_p50_us": round(float(np.percentile(lags_s, 50)) * 1e6),
         "lag_p99_us": round(float(np.percentile(lags_s, 99)) * 1e6),
         "bytes_per_token": round(num_bytes / num_tokens, 1),
@@ -239,8 +230,6 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         "us/token": "us_per_token",
         "threads": "other_threads_us_per_step",
         "step ms": "step_ms",
-        "late": "late_masks",
-        "late us": "late_us_per_step",
         "lag p50": "lag_p50_us",
         "lag p99": "lag_p99_us",
         "bytes": "bytes_per_token",
@@ -264,7 +253,6 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS)
     parser.add_argument("--answer-tokens", type=int, default=0, help="0: streams do not end")
     parser.add_argument("--model", default="tiny", help="of whose vocabulary the tokens are")
-    parser.add_argument("--json", action="store_true", help="all streams are JSON by a schema")
     parser.add_argument("--profile", action="store_true", help="top functions, on stderr")
     args = parser.parse_args()
     if args.steps > MAX_TOKENS // 2 and not args.answer_tokens:
@@ -272,7 +260,7 @@ def main() -> None:
     SimulatedWorker.step_s = args.device_ms / 1e3
     if args.prefill_ms is not None:
         SimulatedWorker.prefill_step_s = args.prefill_ms / 1e3
-    engine_core.Worker = SimulatedWorker  # type: ignore[assignment, attr-defined]
+    core_loader.Worker = SimulatedWorker  # type: ignore[assignment, attr-defined]
     rows = [
         uvloop.run(measure(args, num_streams))
         for num_streams in tqdm(args.streams, desc="streams", leave=False)

@@ -24,12 +24,11 @@ from asyncllm.server.http.listener import Listener
 from asyncllm.server.serve import patient_collector
 from asyncllm.server.service import SERVICE, Service
 from asyncllm.step_plan import StepKind, StepPlan, StepShape
-from asyncllm.types import Sequence, StepResult
+from asyncllm.types import StepResult
 from asyncllm.worker.event_waiter import EventWaiter
-from asyncllm.worker.executor import DeviceTimes, HostStep, LaunchedStep
+from asyncllm.worker.executor import DeviceTimes, LaunchedStep
 from asyncllm.worker.memory import MemoryPlan
 from asyncllm.worker.step_packer import StepPacker
-from asyncllm.worker.token_masks import TokenMaskBuffer
 from asyncllm.worker.work_counts import WorkCounts
 
 
@@ -83,7 +82,6 @@ class SimulatedWorker:
     num_graphs = 0
     step_s = 0.0
     prefill_step_s: float | None = None  # of a step with prompt tokens; None: as of any other
-    prefill_host_s = decode_host_s = 0.0  # that a launch keeps the loop
 
     def __init__(
         self, config: EngineConfig, *, progress: bool = False, imported: Callable[[], object]
@@ -99,10 +97,6 @@ class SimulatedWorker:
         self._tokens = _random_words(config)
         self._next = 0  # of _tokens
         self._free_s = 0.0  # when the device will be
-        self.answer: Callable[[Sequence], list[int]]  # of host rows; set by who makes such
-        self.lateness_s: list[float] = []  # of masks: after the forward pass, if positive
-        vocab_size = config.model.vocab_size
-        self.token_masks = TokenMaskBuffer(config.num_slots, vocab_size, torch.device("cpu"))
         self._waiter = EventWaiter()
 
     def processors_for(self, params: object) -> tuple[int, ...]:
@@ -110,35 +104,20 @@ class SimulatedWorker:
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         inputs = self.packer.pack(plan)
-        step_s, host_s = self.step_s, self.decode_host_s
-        if plan.prefills:
-            host_s = self.prefill_host_s
-            step_s = step_s if self.prefill_step_s is None else self.prefill_step_s
+        step_s = self.step_s
+        if plan.prefills and self.prefill_step_s is not None:
+            step_s = self.prefill_step_s
         self._free_s = max(self._free_s, time.perf_counter()) + step_s
         kind = StepKind.of(len(plan.decodes), plan.num_tokens - len(plan.decodes))
         shape = StepShape(kind, plan.num_tokens)
-        _spin(host_s)
-        if not plan.needs_host:
-            return self._step(self._words(len(inputs.sampled_slots)), step_s, shape)
-
-        def end(masked_rows: np.ndarray) -> LaunchedStep:
-            self.packer.pack_edits(inputs)
-            late_s = time.perf_counter() - self._free_s
-            self.lateness_s.append(late_s)
-            self._free_s += max(0.0, late_s)
-            said = [self.answer(seq)[seq.num_output_tokens] for seq in plan.sampled]
-            return self._step(torch.tensor(said, dtype=torch.int32), step_s, shape)
-
-        return HostStep(end)
+        tokens = self._words(len(inputs.sampled_slots))
+        step = SimulatedStep(tokens, SimulatedEvent(self._free_s), self._waiter, step_s, shape)
+        self.in_flight.append(step)
+        return step
 
     def _words(self, number: int) -> torch.Tensor:
         self._next = (self._next + 997) % (len(self._tokens) - number)
         return self._tokens[self._next : self._next + number]
-
-    def _step(self, tokens: torch.Tensor, step_s: float, shape: StepShape) -> SimulatedStep:
-        step = SimulatedStep(tokens, SimulatedEvent(self._free_s), self._waiter, step_s, shape)
-        self.in_flight.append(step)
-        return step
 
     def drain(self) -> None:
         time.sleep(max(0.0, self._free_s - time.perf_counter()))
@@ -167,12 +146,6 @@ async def running_server(
     finally:
         await runner.cleanup()
         await engine.aclose()
-
-
-def _spin(seconds: float) -> None:
-    end_s = time.perf_counter() + seconds
-    while time.perf_counter() < end_s:
-        pass
 
 
 def _random_words(config: EngineConfig) -> torch.Tensor:

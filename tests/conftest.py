@@ -29,7 +29,6 @@ SLOW = {
     TESTS / "page" / "test_markdown.py",
     TESTS / "page" / "test_whole_page.py",
     TESTS / "server" / "test_schemathesis.py",
-    TESTS / "test_bench_first_token.py",
 }
 
 

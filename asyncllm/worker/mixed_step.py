@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from asyncllm.attention.base import AttendRows, AttentionBackend, DecodeRows, PrefillRows
-from asyncllm.graphs.full_graphs import FullGraphs
-from asyncllm.graphs.piecewise_graphs import PiecewiseGraphs
+from asyncllm.graphs.mixed_graphs import MixedGraphs
 from asyncllm.graphs.pool import GraphPool, Outputs, Recorded
 from asyncllm.graphs.sized_graphs import SizedGraphs
 from asyncllm.graphs.token_buffers import TokenBuffers, forward
@@ -45,14 +44,12 @@ class MixedStep:
     dtype: torch.dtype  # of queries and hidden states
 
     def __post_init__(self) -> None:
-        self.graphs: FullGraphs | PiecewiseGraphs | None = None
+        self.graphs: MixedGraphs | None = None
         self.sample_graphs: SizedGraphs[Recorded] = SizedGraphs()  # by rows
         self._hidden: torch.Tensor | None = None  # that captured steps leave hidden states in
         self._token_slots = self.inputs.slots  # of the last step's tokens
 
-    def make_graphs(
-        self, hidden: torch.Tensor, most_decodes: int, pool: GraphPool
-    ) -> FullGraphs | PiecewiseGraphs:
+    def make_graphs(self, hidden: torch.Tensor, most_decodes: int, pool: GraphPool) -> MixedGraphs:
         """Graphs of forward passes: full ones where attention can be captured, else piecewise. None
         is captured yet.
 
@@ -71,15 +68,18 @@ class MixedStep:
             hidden[: len(output)].copy_(output)
 
         variants = (False,) if self.lora is None else (True, False)
-        shared = buffers, forward_to_buffer, pool, variants
-        step_attention = self.attention.step_attention(len(inputs.token_ids))
-        if step_attention is None:
-            layers = self.model.attention_layers
-            self.graphs = PiecewiseGraphs(layers, self._bind_attention, *shared)
-        else:
-            self.graphs = FullGraphs(
-                step_attention, inputs.launch_changes, self._read_decodes, most_decodes, *shared
-            )
+        self.graphs = MixedGraphs(
+            self.model.attention_layers,
+            self.attention.step_attention(len(inputs.token_ids)),
+            self._bind_attention,
+            inputs.launch_changes,
+            self._read_decodes,
+            most_decodes,
+            buffers,
+            forward_to_buffer,
+            pool,
+            variants,
+        )
         return self.graphs
 
     def graph_shape(self, step: PackedStep) -> StepShape | None:
@@ -96,7 +96,7 @@ class MixedStep:
         """
         graphs = None if shape is None else self.graphs
         self.inputs.put(step, None if shape is None else shape.size)
-        if step.changes is not NO_CHANGES and (graphs is None or not graphs.writes_changes):
+        if step.changes is not NO_CHANGES and (graphs is None or not graphs.is_full):
             self.inputs.write_changes()
         if graphs is not None and shape is not None:
             assert self._hidden is not None

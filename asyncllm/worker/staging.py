@@ -21,20 +21,45 @@ NUM_BUFFERS = 3  # one being read, one launched ahead, one being written
 
 
 class Staging:
-    def __init__(self, device: torch.device) -> None:
-        self._buffers = RotatingBuffers([Twins(device) for _ in range(NUM_BUFFERS)], device)
+    """Rotating pairs of a host buffer, pinned for CUDA, and one on the device."""
+
+    def __init__(self, device: torch.device, capacity_bytes: int = USUAL_BYTES) -> None:
+        self._device = device
+        pairs = [self._pair(capacity_bytes // WORD_BYTES) for _ in range(NUM_BUFFERS)]
+        self._buffers = RotatingBuffers(pairs, device)
 
     def upload(self, record: tuple[Any, ...]) -> Any:
-        """The record, and the records in it, with tensors on the device in place of its arrays, of
-        their shapes and dtypes, valid for this step.
+        """The record, and the records in it, with tensors on the device in place of its arrays of
+        int32 or float32, of their shapes and dtypes, aligned, valid for this step.
 
         Copies on the current stream, without waiting for it.
         """
         arrays = list(_arrays_of(record))
         if not arrays:
             return record
-        with self._buffers as buffer:
-            return _with_tensors(record, iter(buffer.copy(arrays)))
+        with self._buffers as pair:
+            return _with_tensors(record, iter(self._copy(arrays, pair)))
+
+    def _pair(self, num_words: int) -> list[torch.Tensor]:
+        is_pinned = self._device.type == "cuda"
+        host = torch.empty(num_words, dtype=torch.int32, pin_memory=is_pinned)
+        return [host, torch.empty(num_words, dtype=torch.int32, device=self._device)]
+
+    def _copy(self, arrays: Sequence[np.ndarray], pair: list[torch.Tensor]) -> list[torch.Tensor]:
+        """One copy of all. The pair grows where they have no room."""
+        sizes = [size for array in arrays for size in (array.size, -array.size % ALIGNMENT_WORDS)]
+        num_words = sum(sizes)
+        if num_words > len(pair[0]):
+            pair[:] = self._pair(2 * num_words)
+        words, end = pair[0].numpy(), 0
+        for array, size, gap in zip(arrays, sizes[::2], sizes[1::2], strict=True):
+            assert array.dtype in TYPES, "an array of a type that no step has"
+            words[end : end + size] = array.reshape(-1).view(np.int32)
+            end += size + gap
+        device = pair[1][:num_words]
+        device.copy_(pair[0][:num_words], non_blocking=True)
+        views = zip(arrays, device.split(sizes)[::2], strict=True)
+        return [view.view(TYPES[array.dtype]).view(array.shape) for array, view in views]
 
 
 def _arrays_of(record: tuple[Any, ...]) -> Iterator[np.ndarray]:
@@ -54,36 +79,6 @@ def _with_tensors(record: Any, tensors: Iterator[torch.Tensor]) -> Any:
         return next(tensors)
     fields = [_with_tensors(field, tensors) for field in record]
     return type(record)(*fields) if hasattr(record, "_fields") else tuple(fields)
-
-
-class Twins:
-    """A host buffer, pinned for CUDA, and one on the device: from arrays of int32 or float32 to the
-    first, to views of the second, each aligned."""
-
-    def __init__(self, device: torch.device, capacity_bytes: int = USUAL_BYTES) -> None:
-        self._device = device
-        self._allocate(capacity_bytes // WORD_BYTES)
-
-    def _allocate(self, num_words: int) -> None:
-        is_pinned = self._device.type == "cuda"
-        self._host = torch.empty(num_words, dtype=torch.int32, pin_memory=is_pinned)
-        self._twin = torch.empty(num_words, dtype=torch.int32, device=self._device)
-
-    def copy(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-        """One copy of all, without waiting for it."""
-        sizes = [size for array in arrays for size in (array.size, -array.size % ALIGNMENT_WORDS)]
-        num_words = sum(sizes)
-        if num_words > len(self._host):
-            self._allocate(2 * num_words)
-        words, end = self._host.numpy(), 0
-        for array, size, gap in zip(arrays, sizes[::2], sizes[1::2], strict=True):
-            assert array.dtype in TYPES, "an array of a type that no step has"
-            words[end : end + size] = array.reshape(-1).view(np.int32)
-            end += size + gap
-        device = self._twin[:num_words]
-        device.copy_(self._host[:num_words], non_blocking=True)
-        views = zip(arrays, device.split(sizes)[::2], strict=True)
-        return [view.view(TYPES[array.dtype]).view(array.shape) for array, view in views]
 
 
 class ResultBuffers:

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from asyncllm.models.base import Load
 from asyncllm.models.layers.build import Build
-from asyncllm.models.layers.lora import LoRAEmbedding
+from asyncllm.models.layers.linear_method import LinearShape, Shard
+from asyncllm.models.layers.lora import LoRAEmbedding, LoRALayer
 from asyncllm.models.layers.ops import Normed
 
 
@@ -20,21 +21,40 @@ class Embedding:
         self, name: str, vocab_size: int, size: int, build: Build, scale: float = 1.0
     ) -> None:
         self.weight_name = f"{name}.weight"
-        self.weight = build.empty(vocab_size, size)
+        self.mesh, self.vocab_size = build.mesh, vocab_size
+        self.tokens, num_rows = build.mesh.config.vocabulary_share(vocab_size)
+        self.weight = build.empty(num_rows, size)
         self._scale = scale
         self._lora = None
         if build.lora is not None:
-            self._lora = build.lora.register(LoRAEmbedding(build.lora, name, self.weight, scale))
+            lora = LoRAEmbedding(build.lora, name, vocab_size, self.weight, self.tokens, scale)
+            self._lora = build.lora.register(lora)
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int32 or int64 [T] -> [T, size], a new tensor."""
-        vectors = F.embedding(token_ids, self.weight)
+        if self.mesh.config.tp > 1:
+            vectors = self.mesh.reduce(self._own(token_ids))
+        else:
+            vectors = F.embedding(token_ids, self.weight)
         if self._scale != 1.0:
             vectors.mul_(self._scale)
         return vectors if self._lora is None else self._lora.add(vectors, token_ids)
 
+    def _own(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Zeros for the tokens of other ranks."""
+        others = (token_ids < self.tokens.start) | (token_ids >= self.tokens.stop)
+        places = (token_ids - self.tokens.start).masked_fill_(others, 0)
+        return F.embedding(places, self.weight).masked_fill_(others.unsqueeze(1), 0)
+
     def loads(self) -> Iterator[Load]:
-        yield Load(self.weight_name, self.weight)
+        yield self.load_rows(self.weight_name, self.weight)
+
+    def load_rows(self, name: str, weight: torch.Tensor) -> Load:
+        """Of a matrix with a row for each token."""
+        if self.mesh.config.tp == 1:
+            return Load(name, weight)
+        own = weight[: self.tokens.stop - self.tokens.start]
+        return Load(name, own, (self.tokens,), file_shape=(self.vocab_size, weight.shape[1]))
 
 
 class LMHead:
@@ -57,11 +77,14 @@ class LMHead:
         self._tied = tied
         self._scale, self._soft_cap = scale, soft_cap
         self._ops = build.ops
+        self._embedding = embedding
         self.weight = embedding.weight if tied else build.empty(*embedding.weight.shape)
         self.aliases = {self._name: embedding.weight_name} if tied else {}
         self._lora = None
         if build.lora is not None:
-            self._lora = build.lora.layer({name: len(self.weight)}, self.weight.shape[1])
+            shard = Shard({name: (embedding.tokens,)})
+            shape = LinearShape({name: embedding.vocab_size}, self.weight.shape[1], False, shard)
+            self._lora = build.lora.register(LoRALayer(build.lora, shape, len(self.weight)))
             self._lora.base = {"weight": self.weight}
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -75,8 +98,10 @@ class LMHead:
             logits.mul_(self._scale)
         if self._soft_cap is not None:
             logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
+        if (mesh := self._embedding.mesh).config.tp > 1:
+            logits = mesh.gather(logits)[:, : self._embedding.vocab_size].contiguous()
         return logits
 
     def loads(self) -> Iterator[Load]:
         if not self._tied:
-            yield Load(self._name, self.weight)
+            yield self._embedding.load_rows(self._name, self.weight)

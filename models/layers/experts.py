@@ -16,6 +16,7 @@ from asyncllm.models.base import Load
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.experts_method import ExpertsShape
 from asyncllm.models.layers.linear import Linear
+from asyncllm.models.layers.linear_method import LinearShape
 from asyncllm.models.layers.lora_experts import LoRAExperts
 from asyncllm.models.layers.mlp import MLP
 from asyncllm.models.layers.ops import AddRMSNorm, Normed, Routed, Routing
@@ -53,7 +54,7 @@ class Router:
             self._correction = torch.empty(experts, dtype=torch.float32, device=device)
         self._lora = None
         if build.lora is not None:
-            self._lora = build.lora.layer({name: experts}, shape.hidden_size)
+            self._lora = build.lora.layer(LinearShape({name: experts}, shape.hidden_size, bias))
             self._lora.base = {} if self._bias is None else {"bias": self._bias}
 
     def __call__(self, x: Normed) -> Routed:
@@ -94,12 +95,14 @@ class Experts:
         self._router = router
         self._shared = shared
         self._shared_gate = shared_gate
-        self._method = build.experts_method
+        self._method = build.experts_method(name, shape)
         self.weights = self._method.create_weights(shape)
         self._ops = build.ops
+        self._reduce = build.mesh.reduce if build.mesh.config.tp > 1 else None
         self._lora = None
         if build.lora is not None:
-            self._lora = build.lora.register(LoRAExperts(build.lora, name, shape))
+            lora = LoRAExperts(build.lora, name, shape, build.mesh.config)
+            self._lora = build.lora.register(lora)
 
     def add(self, x: Normed, end: AddRMSNorm) -> Normed:
         """As `MLP.add`."""
@@ -110,6 +113,8 @@ class Experts:
             if self._shared_gate is not None:
                 shared = shared.mul_(self._shared_gate(x).sigmoid())
             out = out.add_(shared)
+        if self._reduce is not None:  # both are summands
+            out = self._reduce(out)
         return end.apply(self._ops, out)
 
     @property
@@ -129,6 +134,6 @@ class Experts:
             yield from linear.loads()
 
     def finish_loading(self) -> None:
-        self._method.finish(self.weights)
+        self._method.finish(self._shape, self.weights)
         for linear in self.linears:
             linear.finish_loading()

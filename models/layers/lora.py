@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol, TypeVar
 
@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from asyncllm.kernels.records import LoRAWeights as LoRAWeights
+from asyncllm.models.layers.linear_method import LinearShape
 from asyncllm.types import NO_ADAPTER
 
 # (makes the product [T, out], x [T, in], weights, slots int32 [T]): the product, with what each
@@ -58,16 +59,24 @@ def add_lora_torch(
 class Place:
     """Where one module of the checkpoint has its matrices in one slot: views.
 
-    rows: output i is the module's output rows[i]. base_bias: what the slot's bias is added to.
-    base_weight: what an adapter may repeat, and must not change.
+    Where ranks share the layer, a rank's matrices have the rows or columns of its product; so what
+    they add to a summand is a summand, too.
+
+    rows: output i here is the module's output rows[i]. base_bias: what the slot's bias is added to.
+    base_weight: its `base_rows` of what an adapter may repeat, and must not change.
     """
 
-    a: torch.Tensor  # [max_rank, in]
+    in_features: int  # the module's, as out_features
+    out_features: int
+    a: torch.Tensor | None  # [max_rank, in]; None: it is another rank's
     b: torch.Tensor  # [out, max_rank]
-    bias: torch.Tensor | None = None  # [out]
+    columns: slice = field(default_factory=lambda: slice(None))  # of the module's inputs
     rows: torch.Tensor | None = None
+    bias: torch.Tensor | None = None  # [out]; None: it adds none here
+    takes_bias: bool = False  # there, or on another rank
     base_bias: torch.Tensor | None = None
     base_weight: torch.Tensor | None = None
+    base_rows: slice = field(default_factory=lambda: slice(None))
 
 
 class AdaptedLayer(Protocol):
@@ -109,9 +118,9 @@ class LoRALayers:
         self.layers.append(layer)
         return layer
 
-    def layer(self, parts: Mapping[str, int], in_features: int) -> LoRALayer:
-        """For a linear layer of these parts: name in the checkpoint -> output features."""
-        return self.register(LoRALayer(self, parts, in_features))
+    def layer(self, shape: LinearShape) -> LoRALayer:
+        """For a linear layer of this shape."""
+        return self.register(LoRALayer(self, shape, shape.out_features))
 
     def allocate(self) -> None:
         """Once, when the model's layers are made: the memory of all slots, as zeros."""
@@ -151,40 +160,55 @@ def _aligned(shape: tuple[int, ...]) -> int:
 class LoRALayer:
     """The adapters of one linear layer. Its `weights` are there after `LoRALayers.allocate`.
 
-    Set by the layer: `orders`, part -> as `Place.rows`; `base`, its tensors `weight` and `bias`,
-    the latter for all parts.
+    num_rows: the product's outputs here, of which there may be more than the shape's, as padding.
+    Set by the layer: `orders`, part -> output i is the checkpoint's output orders[part][i];
+    `base`, its tensors `bias`, of all parts, and `weight`, of an only one.
     """
 
     weights: LoRAWeights
 
-    def __init__(self, owner: LoRALayers, parts: Mapping[str, int], in_features: int) -> None:
+    def __init__(self, owner: LoRALayers, shape: LinearShape, num_rows: int) -> None:
         self._owner = owner
-        self._parts = parts
+        self.shape = shape
         self.orders: dict[str, torch.Tensor] = {}
         self.base: Mapping[str, torch.Tensor] = {}
-        rank, out = owner.max_rank, sum(parts.values())
-        self.shapes = (len(parts) * rank, in_features), (out, rank), (out,)
+        rank = owner.max_rank
+        a_shape = len(shape.parts) * rank, shape.num_columns
+        self.shapes = a_shape, (num_rows, rank), (num_rows,)
 
     def bind(self, tensors: Sequence[torch.Tensor]) -> None:
         a, b, bias = tensors
-        self.weights = LoRAWeights(a, b, bias, tuple(self._parts.values()))
+        *sizes, last = self.shape.sizes.values()
+        padding = b.shape[1] - self.shape.out_features
+        self.weights = LoRAWeights(a, b, bias, (*sizes, last + padding))
 
     def places(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[str, Place]]:
         a, b, bias = tensors
-        ends = list(accumulate(self._parts.values()))
-        base_bias, rank = self.base.get("bias"), self._owner.max_rank
-        for part, (name, start, end) in enumerate(zip(self._parts, [0, *ends], ends, strict=False)):
-            yield (
-                name,
-                Place(
-                    a[part * rank : (part + 1) * rank],
-                    b[start:end],
-                    bias[start:end],
-                    self.orders.get(name),
-                    None if base_bias is None else base_bias[start:end],
-                    self.base.get("weight") if len(self._parts) == 1 else None,
-                ),
-            )
+        shape, sizes, rank = self.shape, self.shape.sizes, self._owner.max_rank
+        ends = list(accumulate(sizes.values()))
+        for part, (name, start, end) in enumerate(zip(sizes, [0, *ends], ends, strict=False)):
+            base_bias = self.base.get("bias")
+            yield name, Place(
+                in_features=shape.in_features,
+                out_features=shape.parts[name],
+                a=a[part * rank : (part + 1) * rank],
+                b=b[start:end],
+                columns=shape.shard.columns or slice(None),
+                rows=self._rows(name),
+                bias=bias[start:end] if shape.shard.has_bias else None,
+                takes_bias=True,
+                base_bias=None if base_bias is None else base_bias[start:end],
+                base_weight=self.base.get("weight"),
+                base_rows=shape.rows(name)[0],
+            )  # fmt: skip
+
+    def _rows(self, name: str) -> torch.Tensor | None:
+        order = self.orders.get(name)
+        if order is None and self.shape.shard.rows is None:
+            return None
+        if order is None:
+            order = torch.arange(self.shape.parts[name])
+        return torch.cat([order[rows] for rows in self.shape.rows(name)])
 
     @property
     def is_used(self) -> bool:
@@ -202,10 +226,19 @@ class LoRAEmbedding:
     a column."""
 
     def __init__(
-        self, owner: LoRALayers, name: str, weight: torch.Tensor, scale: float = 1.0
+        self,
+        owner: LoRALayers,
+        name: str,
+        vocab_size: int,
+        weight: torch.Tensor,
+        tokens: slice,
+        scale: float,
     ) -> None:
-        self._owner, self._name, self._weight, self._scale = owner, name, weight, scale
-        vocab_size, size = weight.shape
+        """weight: of the `tokens` that this rank has, and perhaps rows of nothing. Adapters are not
+        shared by ranks."""
+        self._owner, self._name, self._scale = owner, name, scale
+        self._weight, self._tokens = weight, tokens
+        size = weight.shape[1]
         self.shapes = (vocab_size, owner.max_rank), (size, owner.max_rank)
 
     def bind(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -213,7 +246,8 @@ class LoRAEmbedding:
 
     def places(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[str, Place]]:
         a, b = tensors
-        yield self._name, Place(a.T, b, base_weight=self._weight)
+        sizes, base = (len(a), len(b)), {"base_weight": self._weight, "base_rows": self._tokens}
+        yield self._name, Place(*sizes, a.T, b, **base)  # type: ignore[arg-type]
 
     def add(self, vectors: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """vectors [T, size] of token_ids [T], with the tokens' deltas."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
+from asyncllm.mesh_config import MeshConfig
 from asyncllm.models.layers.experts_method import ExpertsShape
 from asyncllm.models.layers.lora import LoRALayers, Place
 
@@ -20,11 +21,11 @@ from asyncllm.models.layers.lora import LoRALayers, Place
 class LoRAExperts:
     """name: of the experts in the checkpoint; `shape.parts`: of gate, up and down below one."""
 
-    def __init__(self, owner: LoRALayers, name: str, shape: ExpertsShape) -> None:
+    def __init__(self, owner: LoRALayers, name: str, shape: ExpertsShape, mesh: MeshConfig) -> None:
         self._owner, self._name, self.shape = owner, name, shape
-        experts, rank, hidden, size = (
-            shape.num_experts, owner.max_rank, shape.hidden_size, shape.size,
-        )  # fmt: skip
+        self._share = share = shape.share(mesh)
+        experts, size = (part.stop - part.start for part in (share.experts, share.size))
+        rank, hidden = owner.max_rank, shape.hidden_size
         self.shapes = (
             (experts, 2 * rank, hidden),
             (experts, 2 * size, rank),
@@ -42,15 +43,23 @@ class LoRAExperts:
 
     def places(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[str, Place]]:
         """One for each expert and product."""
-        gate_up_a, gate_up_b, down_a, down_b = tensors
-        gate, up, down = self.shape.parts
+        own, size = self._share.experts, self._share.size
+        wide = self.shape.hidden_size, self.shape.size  # inputs, outputs
+        narrow = wide[1], wide[0]
+        rows = torch.arange(self.shape.size)[size]
+        nothing = tensors[0].new_empty(0)
         for expert in range(self.shape.num_experts):
-            name = f"{self._name}.{expert}"
-            gate_a, up_a = gate_up_a[expert].chunk(2)
-            gate_b, up_b = gate_up_b[expert].chunk(2)
-            yield f"{name}.{gate}", Place(gate_a, gate_b)
-            yield f"{name}.{up}", Place(up_a, up_b)
-            yield f"{name}.{down}", Place(down_a[expert], down_b[expert])
+            gate, up, down = (f"{self._name}.{expert}.{part}" for part in self.shape.parts)
+            if not own.start <= expert < own.stop:
+                yield gate, Place(*wide, None, nothing)
+                yield up, Place(*wide, None, nothing)
+                yield down, Place(*narrow, None, nothing)
+                continue
+            gate_up_a, gate_up_b, down_a, down_b = (each[expert - own.start] for each in tensors)
+            (gate_a, up_a), (gate_b, up_b) = gate_up_a.chunk(2), gate_up_b.chunk(2)
+            yield gate, Place(*wide, gate_a, gate_b, rows=rows)
+            yield up, Place(*wide, up_a, up_b, rows=rows)
+            yield down, Place(*narrow, down_a, down_b, columns=size)
 
     @property
     def is_used(self) -> bool:

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from asyncllm import LLM, RequestOutput, SamplingParams
-from asyncllm.graphs.full_graphs import FullGraphs
-from asyncllm.graphs.piecewise_graphs import PiecewiseGraphs
+from asyncllm.graphs.mixed_graphs import MixedGraphs
 from asyncllm.step_plan import StepKind, StepShape
 
 pytestmark = [
@@ -70,26 +69,24 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 @pytest.fixture
-def replayed(monkeypatch: pytest.MonkeyPatch) -> set[tuple[type[object], StepKind]]:
-    """The graphs and kinds of the steps that are replayed."""
-    replayed: set[tuple[type[object], StepKind]] = set()
-    for form in (PiecewiseGraphs, FullGraphs):
+def replayed(monkeypatch: pytest.MonkeyPatch) -> set[tuple[bool, StepKind]]:
+    """Of the steps that are replayed: whether by a full graph, and their kinds."""
+    replayed: set[tuple[bool, StepKind]] = set()
+    replay = MixedGraphs.replay
 
-        def noted(self: Any, shape: StepShape, *args: Any, replay: Any = form.replay) -> Any:
-            replayed.add((type(self), shape.kind))
-            return replay(self, shape, *args)
+    def noted(self: MixedGraphs, shape: StepShape, *args: Any) -> None:
+        replayed.add((self.is_full, shape.kind))
+        replay(self, shape, *args)
 
-        monkeypatch.setattr(form, "replay", noted)
+    monkeypatch.setattr(MixedGraphs, "replay", noted)
     return replayed
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_graphed_equals_eager(
-    name: str, kind: str, replayed: set[tuple[type[object], StepKind]]
-) -> None:
+def test_graphed_equals_eager(name: str, kind: str, replayed: set[tuple[bool, StepKind]]) -> None:
     ours = answers(PARAMS[name])
-    form = FullGraphs if kind == "whole" else PiecewiseGraphs
-    assert replayed == {(form, StepKind.PREFILL), (form, StepKind.MIXED)}
+    is_full = kind == "whole"
+    assert replayed == {(is_full, StepKind.PREFILL), (is_full, StepKind.MIXED)}
     eager = answers(PARAMS[name], enforce_eager=True)
     assert [o.outputs[0].token_ids for o in ours] == [o.outputs[0].token_ids for o in eager]
     for a, b in zip(ours, eager, strict=True):

@@ -25,8 +25,7 @@ from asyncllm.attention.torch_native import TorchAttention
 from asyncllm.config import EngineArgs
 from asyncllm.engine import engine_steps
 from asyncllm.graphs.decode_graphs import DecodeGraphs
-from asyncllm.graphs.full_graphs import FullGraphs
-from asyncllm.graphs.piecewise_graphs import PiecewiseGraphs
+from asyncllm.graphs.mixed_graphs import MixedGraphs
 from asyncllm.graphs.pool import GraphPool, Outputs, Recorded
 from asyncllm.graphs.sized_graphs import SizedGraphs
 from asyncllm.models.layers.embedding import Embedding
@@ -75,20 +74,20 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_captures, "GraphPool", ForgetfulPool)
 
 
-Replay = tuple[type[object], StepShape]
+Replay = tuple[bool, StepShape]  # by a full graph, or by pieces
 
 
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> list[Replay]:
     """The graphs of steps with prefills that run, in order."""
     graphs: list[Replay] = []
-    for form in (PiecewiseGraphs, FullGraphs):
+    replay = MixedGraphs.replay
 
-        def counted(self: Any, shape: StepShape, *args: Any, replay: Any = form.replay) -> None:
-            graphs.append((type(self), shape))
-            replay(self, shape, *args)
+    def counted(self: MixedGraphs, shape: StepShape, *args: Any) -> None:
+        graphs.append((self.is_full, shape))
+        replay(self, shape, *args)
 
-        monkeypatch.setattr(form, "replay", counted)
+    monkeypatch.setattr(MixedGraphs, "replay", counted)
     return graphs
 
 
@@ -174,7 +173,7 @@ def test_graphed_equals_eager(
     assert len({shape.size for _, shape in replayed}) == 3
     # A request of one token never decodes.
     assert kinds == {StepKind.PREFILL} if params is SCORED else {StepKind.PREFILL, StepKind.MIXED}
-    assert {form for form, _ in replayed} == {FullGraphs if kind == "whole" else PiecewiseGraphs}
+    assert {is_full for is_full, _ in replayed} == {kind == "whole"}
     eager = answers(params, **ARGS, enforce_eager=True)
     assert [o.outputs[0].token_ids for o in ours] == [o.outputs[0].token_ids for o in eager]
     assert logprobs(ours) == pytest.approx(logprobs(eager), abs=1e-3)
@@ -292,7 +291,7 @@ def test_a_poisoned_prompt_spoils_no_other_by_its_padding(
         with pytest.raises(RequestFailedError, match="finite"):
             ask(llm, [*range(20, 35), poison])
         assert ask(llm, healthy) == expected
-    assert replayed == [(PiecewiseGraphs, StepShape(StepKind.PREFILL, 16))] * 3
+    assert replayed == [(False, StepShape(StepKind.PREFILL, 16))] * 3
 
 
 @pytest.fixture
@@ -365,7 +364,7 @@ def test_a_step_that_attention_does_not_take_is_eager(
     graphed: worker.Worker, replayed: list[Replay]
 ) -> None:
     run_rows(graphed, 3, 0, 1, 1, 1, 2)
-    assert replayed == [(FullGraphs, StepShape(StepKind.PREFILL, 8))]
+    assert replayed == [(True, StepShape(StepKind.PREFILL, 8))]
     run_rows(graphed, 3, 0, 1, 1, 1, 1, 1)  # a row too many
     run_rows(graphed, 3, 0, 9, 8)  # a token too many
     assert len(replayed) == 1
