@@ -49,8 +49,9 @@ def write_adapter(config: ModelConfig, folder: Path, rank: int, seed: int) -> Pa
         for module, (size_in, size_out) in shapes.items():
             name = f"base_model.model.model.layers.{layer}.{module}"
             for part, shape in (("A", (rank, size_in)), ("B", (size_out, rank))):
-                weights = torch.empty(shape).uniform_(-0.01, 0.01, generator=generator)
-                tensors[f"{name}.lora_{part}.weight"] = weights.bfloat16()
+                weights = torch.empty(shape, dtype=torch.bfloat16)
+                weights.uniform_(-0.01, 0.01, generator=generator)
+                tensors[f"{name}.lora_{part}.weight"] = weights
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps({"r": rank, "lora_alpha": rank}))

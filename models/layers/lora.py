@@ -80,9 +80,10 @@ class Place:
 
 
 class AdaptedLayer(Protocol):
-    """shapes: of the tensors that a slot has of it."""
-
-    shapes: Sequence[tuple[int, ...]]
+    @property
+    def shapes(self) -> Sequence[tuple[int, ...]]:
+        """Of the tensors that a slot has of it."""
+        ...
 
     def bind(self, tensors: Sequence[torch.Tensor]) -> None:
         """Of all slots, each [1 + slots, *shape]: once they are allocated."""
