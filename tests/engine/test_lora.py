@@ -142,6 +142,19 @@ def test_every_family_and_target(case: str, tmp_path: Path) -> None:
         assert logprobs == pytest.approx(scores, abs=LOGPROB_TOLERANCE)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["ends", "bias-all", "qwen3-moe"])
+def test_two_ranks(case: str, tmp_path: Path) -> None:
+    """Each has its rows or columns of every adapter."""
+    name, settings = WIDE[case]
+    adapted = Adapted(name, tmp_path, {"one": settings, "two": settings | {"r": 3}})
+    regime = REGIMES["chunked"] | {"num_gpu_blocks_override": 900, "tensor_parallel_size": 2}
+    answers = asyncio.run(ask_all(adapted, **regime))
+    for (tokens, logprobs), (wanted, scores) in zip(answers, adapted.answers, strict=True):
+        assert tokens == wanted
+        assert logprobs == pytest.approx(scores, abs=LOGPROB_TOLERANCE)
+
+
 @pytest.mark.parametrize("target", ALL)
 @pytest.mark.parametrize("rank", [1, 7, 16, 64])
 def test_each_target_alone(target: str, rank: int, tmp_path: Path) -> None:
