@@ -56,6 +56,7 @@ class MixedStep:
         self.graphs: MixedGraphs | None = None
         self.sample_graphs: SizedGraphs[Recorded] = SizedGraphs()  # by rows
         self._hidden: torch.Tensor | None = None  # that captured steps leave hidden states in
+        self._token_slots = self.inputs.slots  # of the last step's tokens
 
     def make_graphs(self, hidden: torch.Tensor, most_decodes: int, pool: GraphPool) -> MixedGraphs:
         """Graphs of forward passes: full ones where attention can be captured, else piecewise. None
@@ -109,8 +110,10 @@ class MixedStep:
         if graphs is not None and shape is not None:
             assert self._hidden is not None
             graphs.replay(shape, step.decode_positions, step.prefills)
+            self._token_slots = self.inputs.slots
             return self._hidden
         tokens = self._eager_tokens(step)
+        self._token_slots = tokens.slots
         attend_rows = self._bind_attention(tokens, step.decode_positions, step.prefills)
         recur: Recur = no_recurrence
         if self.states is not None:
@@ -131,7 +134,8 @@ class MixedStep:
             return rows[:0], hidden[:0]
         size = self.sample_graphs.fitting(num_rows)
         if size is None:
-            return None, self.model.compute_logits(hidden[rows[:num_rows]])
+            slots = self.inputs.sample_slots[:num_rows]
+            return None, self._logits(hidden[rows[:num_rows]], slots)
         if hidden is not self._hidden:  # of an eager step: graphs read the buffer
             assert self._hidden is not None
             torch.index_select(hidden, 0, rows[:num_rows], out=self._hidden[:num_rows])
@@ -145,10 +149,27 @@ class MixedStep:
         assert hidden is not None
 
         def sample() -> Outputs:
-            logits = self.model.compute_logits(hidden.index_select(0, inputs.sample_tokens[:size]))
+            rows = hidden.index_select(0, inputs.sample_tokens[:size])
+            logits = self._logits(rows, inputs.sample_slots[:size])
             return self.sample(logits), logits
 
         self.sample_graphs.add(size, pool.record(sample))
+
+    def logits_of_tokens(self, hidden: torch.Tensor, first: int, num: int) -> torch.Tensor:
+        """[num, V] of the last step's tokens from `first` on."""
+        tokens = slice(first, first + num)
+        return self._logits(hidden[tokens], self._token_slots[tokens])
+
+    def _logits(self, hidden: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Of rows that are these slots'. May be captured, so that no row is asked whether it has an
+        adapter."""
+        if self.lora is None:
+            return self.model.compute_logits(hidden)
+        self.lora.select(self.state.adapters[slots])
+        try:
+            return self.model.compute_logits(hidden)
+        finally:
+            self.lora.select(None)
 
     def _forward(
         self,

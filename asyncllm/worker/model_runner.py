@@ -235,7 +235,8 @@ class ModelRunner:
             extras = self._upload(step)  # which only sampling reads
         if self._states is not None:
             self._states.cache.after_step(step.states)
-        of_prompts = prompt_logprobs(self._model, hidden, step.prompt_logprobs, extras)
+        logits_of = partial(self.mixed.logits_of_tokens, hidden)
+        of_prompts = prompt_logprobs(step.prompt_logprobs, extras, logits_of)
         sampled, logits = self.mixed.logits(hidden, len(step.sampled_slots))
         slots, positions = self.inputs.sample_slots, self.inputs.sample_positions
         return Forwarded(logits, slots, positions, sampled, extras, of_prompts)

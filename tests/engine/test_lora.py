@@ -38,12 +38,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 class Adapted:
     """A random model, its adapters, and transformers' answers: prompt i is for NAMES[i % 3]."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(
+        self, name: str, folder: Path, adapters: dict[str, dict[str, Any]] = SETTINGS
+    ) -> None:
         self.folder = folder / "base"
         base = write_base(CONFIGS[name], self.folder)
         models: dict[str | None, Any] = {None: base}
         self.requests: dict[str | None, LoRARequest | None] = {None: None}
-        for seed, (adapter, settings) in enumerate(SETTINGS.items()):
+        for seed, (adapter, settings) in enumerate(adapters.items()):
             path = folder / adapter
             models[adapter] = write_adapter(CONFIGS[name], path, seed, **settings)
             self.requests[adapter] = LoRARequest(adapter, seed + 1, path)
@@ -95,6 +97,62 @@ def test_one_slot_for_two_adapters(adapted: Adapted) -> None:
     """They take turns, and host memory holds one at a time."""
     answers = asyncio.run(ask_all(adapted, **REGIMES["batched"], max_loras=1))
     assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in adapted.answers]
+
+
+EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+LINEAR = {"target_modules": "all-linear"}
+ENDS = {"target_modules": [*ALL, "embed_tokens", "lm_head"]}
+WIDE: dict[str, tuple[str, dict[str, Any]]] = {
+    "ends": ("llama", ENDS),
+    "ends-scaled": ("granite", {"target_modules": ["embed_tokens", "q_proj"]}),
+    "bias-all": ("qwen2", {"bias": "all"}),
+    "bias-of-lora": (
+        "llama-attention-bias",
+        {"lora_bias": True, "bias": "all", "target_modules": ["q_proj", "v_proj", "o_proj"]},
+    ),
+    "packed": ("phi3", LINEAR),
+    "gemma2": ("gemma2", LINEAR),
+    "gemma3": ("gemma3", LINEAR),
+    "olmo2": ("olmo2", LINEAR),
+    "olmo3": ("olmo3", LINEAR),
+    "heads-in-an-order": ("glm4", LINEAR),
+    "latent": ("deepseek-v2", LINEAR),
+    "latent-experts": ("deepseek-v3", LINEAR | EXPERTS),
+    "glm4-moe": ("glm4-moe", LINEAR | EXPERTS),
+    "qwen2-moe": ("qwen2-moe", LINEAR | EXPERTS),
+    "qwen3-moe": ("qwen3-moe", LINEAR | EXPERTS),
+    "mixtral": ("mixtral", LINEAR | EXPERTS),
+    "olmoe": ("olmoe", LINEAR | EXPERTS),
+    "experts-transposed": ("gpt-oss", LINEAR | EXPERTS),
+    "down-of-experts": (
+        "qwen3-moe",
+        {"target_modules": [], "target_parameters": [EXPERTS["target_parameters"][1]]},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WIDE)
+def test_every_family_and_target(case: str, tmp_path: Path) -> None:
+    """Two adapters of everything, and none, in one chunked batch."""
+    name, settings = WIDE[case]
+    adapted = Adapted(name, tmp_path, {"one": settings, "two": settings | {"r": 3}})
+    answers = asyncio.run(ask_all(adapted, **REGIMES["chunked"] | {"num_gpu_blocks_override": 900}))
+    for (tokens, logprobs), (wanted, scores) in zip(answers, adapted.answers, strict=True):
+        assert tokens == wanted
+        assert logprobs == pytest.approx(scores, abs=LOGPROB_TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["ends", "bias-all", "qwen3-moe"])
+def test_two_ranks(case: str, tmp_path: Path) -> None:
+    """Each has its rows or columns of every adapter."""
+    name, settings = WIDE[case]
+    adapted = Adapted(name, tmp_path, {"one": settings, "two": settings | {"r": 3}})
+    regime = REGIMES["chunked"] | {"num_gpu_blocks_override": 900, "tensor_parallel_size": 2}
+    answers = asyncio.run(ask_all(adapted, **regime))
+    for (tokens, logprobs), (wanted, scores) in zip(answers, adapted.answers, strict=True):
+        assert tokens == wanted
+        assert logprobs == pytest.approx(scores, abs=LOGPROB_TOLERANCE)
 
 
 @pytest.mark.parametrize("target", ALL)

@@ -19,7 +19,6 @@ from asyncllm.model_config import ARCHITECTURES as SUPPORTED
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import TokenInputs
 from asyncllm.models.checkpoint import SINGLE_FILE, Checkpoint
-from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.registry import ARCHITECTURES as BUILDERS
 from asyncllm.models.registry import build_model
@@ -212,14 +211,6 @@ def test_llama_3_1_8b_has_its_number_of_parameters(tmp_path):
     model_config = ModelConfig.from_folder(write_config(tmp_path, config))
     model = build_model(model_config, torch.bfloat16, META, TorchOps(), max_model_len=131072)
     assert sum(load.view.numel() for load in model.loads()) == 8_030_261_248
-
-
-@pytest.mark.parametrize("name", ["glm4", "deepseek-v3"])
-def test_adapters_of_heads_in_another_order_are_refused(tmp_path, name):
-    config = ModelConfig.from_folder(write_config(tmp_path, CONFIGS[name]))
-    lora = LoRALayers(1, 4, torch.float32, META)
-    with pytest.raises(ModelLoadError, match=r"config\.json: .*adapters of outputs in an order"):
-        build_model(config, torch.float32, META, TorchOps(), max_model_len=16, lora=lora)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
