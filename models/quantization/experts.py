@@ -59,11 +59,11 @@ class FamilyLoads:
         def empty(*sizes: int) -> torch.Tensor:
             return torch.empty(sizes, dtype=dtype, device="meta")
 
-        biases = (empty(experts, 2 * size), empty(experts, hidden)) if shape.bias else (None, None)
         gate_up, down = empty(experts, 2 * size, hidden), empty(experts, hidden, size)
-        weights = ExpertWeights(gate_up, down, biases[0], biases[1], shape.activation)
-        whole = shape.share(MeshConfig())
-        return cls(weights, list(shape.load(name, weights, whole)))
+        gate_up_bias = empty(experts, 2 * size) if shape.bias else None
+        down_bias = empty(experts, hidden) if shape.bias else None
+        weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias, shape.activation)
+        return cls(weights, list(shape.load(name, weights, shape.share(MeshConfig()))))
 
     def target(self, load: Load) -> str:
         """The name of the weight of which a load fills a part."""

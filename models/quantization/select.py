@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
@@ -11,7 +10,7 @@ import torch
 
 from asyncllm.errors import ModelLoadError
 from asyncllm.model_config import ModelConfig
-from asyncllm.models.checkpoint import Checkpoint
+from asyncllm.models.checkpoint import Checkpoint, list_keys
 from asyncllm.models.layers.experts_method import ExpertsMethod, ExpertsShape
 from asyncllm.models.layers.linear_method import LinearMethod, UnquantizedLinearMethod
 from asyncllm.models.layers.ops import Ops
@@ -33,8 +32,6 @@ from asyncllm.models.quantization.online import online
 from asyncllm.models.quantization.packed_files import auto_round, awq, gptq
 from asyncllm.models.quantization.sources import Header
 
-logger = logging.getLogger("asyncllm")
-
 FORMATS: dict[str, Callable[[Keys, Header], ReaderOf]] = {
     "fp8": fp8,
     "modelopt": modelopt,
@@ -49,10 +46,21 @@ FORMATS: dict[str, Callable[[Keys, Header], ReaderOf]] = {
 
 class Methods(NamedTuple):
     """linear: a layer's name in the checkpoint -> its method. experts: the name and shape of a
-    layer's experts -> theirs, None for those in 16 bits."""
+    layer's experts -> theirs, None for those in 16 bits. schemes, left: what was asked for, and
+    the linear layers and experts without one."""
 
     linear: Callable[[str], LinearMethod]
     experts: Callable[[str, ExpertsShape], ExpertsMethod | None] | None
+    schemes: set[str]
+    left: set[str]
+
+    def describe(self) -> str:
+        """What is quantised, and what is not."""
+        rest = f", {len(self.left)} layers: {list_keys(self.left)}" if self.left else ""
+        return (
+            f"weights are quantised: {', '.join(sorted(self.schemes))}; in 16 bits: embeddings, "
+            f"LM head, norms, routers{rest}"
+        )
 
 
 def select_methods(
@@ -62,17 +70,25 @@ def select_methods(
     plain = UnquantizedLinearMethod(dtype, device, ops)
     reader_of = _reader_of(config)
     if reader_of is None:
-        return Methods(lambda name: plain, None)
+        return Methods(lambda name: plain, None, set(), set())
     kernel, experts_kernel = select_kernels(device, dtype, ops)
-    if device.type == "cuda":
-        logger.info("persistent decode and skinny GEMM are for 16 bits: weights are quantised")
 
     @cache
     def linear(reader: Reader) -> LinearMethod:
         return QuantizedLinearMethod(reader, kernel, dtype, device)
 
+    schemes: set[str] = set()
+    left: set[str] = set()
+
+    def note(name: str, reader: Reader | None) -> Reader | None:
+        if reader is None:
+            left.add(name)
+        else:
+            schemes.add(str(reader.scheme))
+        return reader
+
     def method_of(name: str) -> LinearMethod:
-        reader = reader_of(name)
+        reader = note(name, reader_of(name))
         return plain if reader is None else linear(reader)
 
     @cache
@@ -83,10 +99,10 @@ def select_methods(
         readers = {reader_of(layer) for layer in FamilyLoads.of(name, shape, dtype).layers}
         if len(readers) > 1:
             raise ModelLoadError(f"{name}: these experts are not quantised alike")
-        (reader,) = readers
+        reader = note(name, readers.pop())
         return None if reader is None else experts(reader)
 
-    return Methods(method_of, experts_of)
+    return Methods(method_of, experts_of, schemes, left)
 
 
 def is_quantized(config: ModelConfig) -> bool:

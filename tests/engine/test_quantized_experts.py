@@ -106,10 +106,14 @@ def write_gpt_oss(folder: Path) -> Any:
     return reference
 
 
-def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
+def test_gpt_oss_as_it_is_published(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "asyncllm")
     with torch.inference_mode():
         reference = write_gpt_oss(tmp_path)
     expect_answers(asyncio.run(serve(tmp_path)), reference, 2e-3)
+    (line,) = [line for line in caplog.messages if line.startswith("weights are quantised")]
+    assert "fp4 in groups of 32; in 16 bits: embeddings" in line
+    assert "12 layers: model.layers.0.self_attn.k_proj" in line
 
 
 def test_a_scale_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -135,25 +135,27 @@ def test_rows_in_8_bits(dtype: torch.dtype) -> None:
 
 
 def by_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncllm.kernels.quant_gemm import row
     from asyncllm.kernels.records import Normed
     from asyncllm.models.quantization import select
     from asyncllm.models.quantization.cuda_experts import CudaExperts
     from asyncllm.models.quantization.cuda_kernel import CudaKernel
 
-    # CUDA's products of one row take a norm whose factor is still to come.
-    product = TorchOps.product
-    monkeypatch.setattr(
-        TorchOps, "product", lambda self, x, *rest: product(self, Normed(x.whole()), *rest)
-    )
+    for name in ("product", "experts"):  # CUDA's take a norm whose factor is still to come
+        plain = getattr(TorchOps, name)
+        monkeypatch.setattr(
+            TorchOps, name, lambda self, x, *rest, call=plain: call(self, Normed(x.whole()), *rest)
+        )
+    # The interpreter takes programs one after the other.
+    monkeypatch.setattr(row, "choose_row_tiles", lambda matrix, gated: row.RowTiles(64, 128, 4))
     kernel = CudaKernel(DEVICE, DTYPE, TorchOps())
     monkeypatch.setattr(select, "select_kernels", lambda *_: (kernel, CudaExperts(kernel)))
 
 
 def logits(folder: Path, dtype: torch.dtype) -> torch.Tensor:
-    """A prefill of several rows, then one row at a time."""
-    sequence = DenseSequence(load(folder, dtype=dtype), num_prompt_tokens=6)
-    token_ids = torch.arange(9)
-    return torch.cat([sequence.logits(ids) for ids in (token_ids[:6], *token_ids[6:].split(1))])
+    """A prefill of several rows, then one row: as little as can be, as the interpreter is slow."""
+    sequence = DenseSequence(load(folder, dtype=dtype), num_prompt_tokens=3)
+    return torch.cat([sequence.logits(ids) for ids in torch.arange(4).split((3, 1))])
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="in float32: what CUDA has in 16 bits")

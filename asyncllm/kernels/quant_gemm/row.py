@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from asyncllm.kernels.gemv.kernel import finish_row
 from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
 from asyncllm.kernels.quant_gemm.matrix import Quantized
 from asyncllm.kernels.records import Norm, Normed
@@ -170,28 +171,11 @@ def _row_kernel(
         if GATED:
             up_scale = tl.load(scale_ptr + out_features + feature, inside, other=0.0)
             up_result *= up_scale.to(tl.float32)
-    if SQUARES > 0:
-        number = tl.arange(0, SQUARES)
-        squares = tl.load(squares_ptr + number, number < num_squares, other=0.0)
-        factor = tl.rsqrt(tl.sum(squares, axis=0) / WIDTH + eps)
-        result *= factor
-        up_result *= factor
-    if HAS_BIAS:
-        result += tl.load(bias_ptr + feature, inside, other=0.0).to(tl.float32)
-        if GATED:
-            up_bias = tl.load(bias_ptr + out_features + feature, inside, other=0.0)
-            up_result += up_bias.to(tl.float32)
-    if GATED:
-        result = result / (1 + tl.exp(-result)) * up_result
-    if ADD:
-        result += tl.load(out_ptr + feature, inside, other=0.0).to(tl.float32)
-    rounded = result.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + feature, rounded, inside)
-    if ADD:
-        sums = rounded.to(tl.float32)
-        norm = tl.load(next_norm_ptr + feature, inside, other=0.0).to(tl.float32)
-        tl.store(scaled_ptr + feature, (sums * norm).to(out_ptr.dtype.element_ty), inside)
-        tl.store(next_squares_ptr + tl.program_id(0), tl.sum(sums * sums, axis=0))
+    finish_row(
+        result, up_result, feature, inside, squares_ptr, bias_ptr, next_norm_ptr, out_ptr,
+        scaled_ptr, next_squares_ptr, out_features, num_squares, eps,
+        WIDTH, GATED, HAS_BIAS, ADD, SQUARES,
+    )  # fmt: skip
 
 
 def one_row(
