@@ -66,6 +66,7 @@ UNSERVED = {
 }
 ModelImplementation = Literal["auto", "asyncllm", "transformers"]
 Quantization = Literal["fp8", "int8", "int4"]
+RECURRENT_WINDOW = 32_768  # tokens, without max_model_len, of a model that knows no positions
 MAX_LAYERS = 10_000  # some of the library's classes make a list with an entry for each
 SIZES = (
     "vocab_size",
@@ -128,8 +129,9 @@ class ModelConfig:
         text = hf  # of several towers the one that writes
         if chosen == "transformers":
             text = hf.get_text_config(decoder=True)
-            _check_decoder(file, hf, text)
-        num_heads = _size(file, text, "num_attention_heads")
+            _check_decoder(file, hf)
+        is_recurrent = chosen == "transformers" and _is_recurrent(text)
+        num_heads = 1 if is_recurrent else _size(file, text, "num_attention_heads")
         hidden_size = _size(file, text, "hidden_size")
         num_kv_heads, head_dim = num_heads, max(1, hidden_size // num_heads)
         if chosen == "asyncllm":
@@ -138,13 +140,14 @@ class ModelConfig:
                 num_kv_heads = _size(file, hf, "num_key_value_heads")
             if getattr(hf, "head_dim", None) is not None:
                 head_dim = _size(file, hf, "head_dim")
+        window = RECURRENT_WINDOW if is_recurrent else _max_positions(file, text)
         return cls(
             path=path,
             architecture=hf.architectures[0],
             hf_config=hf,
             vocab_size=_size(file, text, "vocab_size"),
-            max_position_embeddings=_max_positions(file, text),
-            context_window=_context_window(file, text),
+            max_position_embeddings=window,
+            context_window=window if is_recurrent else _context_window(file, text),
             num_layers=_size(file, text, "num_hidden_layers"),
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -262,13 +265,16 @@ def _transformers_classes() -> set[str]:
     return {name for table in tables for name in table.values()}
 
 
-def _check_decoder(file: Path, hf: PretrainedConfig, text: PretrainedConfig) -> None:
+def _is_recurrent(text: PretrainedConfig) -> bool:
+    """Whether no layer attends, so that nothing counts positions."""
+    return _value(text, "num_attention_heads") is None
+
+
+def _check_decoder(file: Path, hf: PretrainedConfig) -> None:
     """Refuses models that transformers cannot run as decoders, before their code is imported."""
     architecture = hf.architectures[0]
     if reason := UNSERVED.get(architecture):
         raise ModelLoadError(f"{file}: architectures {architecture!r} {reason}: not served")
-    if _value(text, "num_attention_heads") is None:
-        raise _unsupported(file, architecture, "num_attention_heads is missing: it is recurrent; ")
     if value := getattr(hf, "quantization_config", None):
         raise ModelLoadError(f"{file}: quantization_config {value!r} is not supported")
 

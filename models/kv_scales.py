@@ -7,7 +7,7 @@ any scale it is 1, as keys of most models fit; values likewise.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from asyncllm.attention.base import AttentionLayer, Mixer, RotatedHeads, Rotation
 from asyncllm.attention.heads import rotated_heads
 from asyncllm.attention.kv_cache import KVScales
+from asyncllm.attention.recurrence import run
 from asyncllm.errors import ModelLoadError
+from asyncllm.kernels.recurrent.records import DeltaRule, Recurrence, StateLayer
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import CausalLM, TokenInputs
 from asyncllm.models.checkpoint import Checkpoint
@@ -27,13 +29,14 @@ MEASURED_TOKENS = 256
 HEADROOM = 2.0  # for what is larger than in the measured tokens
 
 
-def stored_scales(config: ModelConfig, num_layers: int) -> KVScales:
-    """The checkpoint's, 1 where it has none. Raises `ModelLoadError` for what is no scale."""
+def stored_scales(config: ModelConfig, indices: Sequence[int]) -> KVScales:
+    """Of these layers: the checkpoint's, 1 where it has none. Raises `ModelLoadError` for what is
+    no scale."""
     try:
         checkpoint = Checkpoint(config.path)
     except ModelLoadError:  # dummy weights; else it was raised where they were loaded
-        return KVScales.ones(num_layers)
-    layers = [f"model.layers.{index}" for index in range(num_layers)]
+        return KVScales.ones(len(indices))
+    layers = [f"model.layers.{index}" for index in indices]
     return KVScales(
         [_stored(checkpoint, layer, K_NAMES) for layer in layers],
         [_stored(checkpoint, layer, V_NAMES) for layer in layers],
@@ -86,6 +89,10 @@ class _Measure(Mixer):
             q, k, v, is_causal=True, scale=layer.scale, enable_gqa=True
         )
         return out.squeeze(0).transpose(0, 1).flatten(1)
+
+    def recur(self, layer: StateLayer, inputs: Recurrence) -> torch.Tensor:
+        device = inputs.v.device if isinstance(inputs, DeltaRule) else inputs.x.device
+        return run(inputs, torch.zeros(layer.shape, dtype=layer.dtype, device=device))[0]
 
     def scales(self) -> KVScales:
         return KVScales(*(list(self._of(which)) for which in (0, 1)))

@@ -81,10 +81,10 @@ def build_model(
         quantized_experts=methods.experts,
     )
     if model_config.implementation == "transformers":
-        if mesh.config.tp > 1:
+        if mesh.config.size > 1:
             raise ModelLoadError(
-                f"tensor_parallel_size {mesh.config.tp}: {model_config.architecture} is run by "
-                "transformers' code, which one rank runs"
+                f"tensor_parallel_size {mesh.config.tp}, pipeline_parallel_size {mesh.config.pp}: "
+                f"{model_config.architecture} is run by transformers' code, which one rank runs"
             )
         # All of the library's model code: seconds.
         from asyncllm.models.transformers_backend import TransformersModel

@@ -54,6 +54,14 @@ from asyncllm.models.transformers_rope import (
     replace_angles,
     rotary_modules,
 )
+from asyncllm.models.transformers_states import (
+    MASK_OF_VALUES,
+    NO_MIXER_TYPES,
+    RECURRENT_TYPES,
+    StateStep,
+    StateTrial,
+    replace_recurrences,
+)
 from asyncllm.models.transformers_weights import WeightNames
 
 logger = logging.getLogger("asyncllm")
@@ -89,6 +97,7 @@ class TransformersModel:
             _allocate(model, build.device)
             head_norm = fusion.head_norm if fusion is not None else lambda call: None
             self._step = step = Step(tried.calls, shape, head_norm)
+            self._states = StateStep(tried.states)
         except Unservable as error:
             raise ModelLoadError(
                 f"{config.path / 'config.json'}: architectures {config.architecture!r} {error}, "
@@ -111,6 +120,7 @@ class TransformersModel:
         _let_give(self._base)
         self._fusion = fusion
         self.attention_layers: list[AttentionLayer] = step.layers
+        self.state_layers = self._states.layers
         self.uses_prompt_lens = any(rotary.uses_prompt_lens for rotary in rotaries.values())
         self._rotaries = list(rotaries.values())
         for rotary in self._rotaries:
@@ -133,11 +143,13 @@ class TransformersModel:
         }
         rotations[None] = Rotation(torch.zeros_like(positions), self._no_rotation.cos_sin)
         step.begin(mixer, positions, rotations)
+        self._states.begin(mixer)
         named = {"position_ids": positions.long()[None]} if self._takes_positions else {}
         try:
             output = self._base(input_ids=inputs.ids.long()[None], use_cache=False, **named)
         finally:
             step.mixer = None
+            self._states.begin(None)
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
 
@@ -167,12 +179,11 @@ def _without_weights(config: ModelConfig, build: Build) -> Any:
     if not isinstance(config.hf_config, model_class.config_class):
         raise Unservable(f"does not fit model_type {config.hf_config.model_type!r}")
     text, dtype = config.hf_config.get_text_config(decoder=True), build.dtype
-    kinds = set(getattr(text, "layer_types", None) or ()) - SERVED_LAYER_TYPES
+    layer_types = set(getattr(text, "layer_types", None) or ())
+    kinds = layer_types - SERVED_LAYER_TYPES - RECURRENT_TYPES
     if kinds:
         raise Unservable(f"has layer_types {', '.join(sorted(map(repr, kinds)))}")
     check_index(text, build.max_model_len)
-    if model_class._is_stateful:
-        raise Unservable("has recurrent layers")
     is_legacy = config.architecture in LEGACY
     if is_legacy:
         check_legacy(config.architecture, config.hf_config)
@@ -257,6 +268,7 @@ class Tried:
     """What one pass on the meta device has shown."""
 
     calls: list[AttentionCall]
+    states: StateTrial
     base: Any  # the module that gives the hidden states
     output: type  # of what it returns
     idle: list[str]  # its towers that text does not pass
@@ -266,7 +278,8 @@ class Tried:
 
 
 def _try(model: Any, max_model_len: int) -> Tried:
-    trial = Trial(max_model_len)
+    trial, states = Trial(max_model_len), StateTrial([])
+    recurrent = replace_recurrences(model, states)
     outputs: list[tuple[nn.Module, Any]] = []
     named: dict[nn.Module, dict[str, Any]] = {}
     given: dict[nn.Module, Any] = {}  # what modules got as their positions
@@ -307,12 +320,13 @@ def _try(model: Any, max_model_len: int) -> Tried:
         for module in model.modules()
     ]
     tokens, positions = torch.zeros(2, 1, TRIAL_TOKENS, dtype=torch.int64, device=META)
+    # Recurrent layers look at its values, and drop one that hides nothing.
+    looks = recurrent or hasattr(inspect.getmodule(type(model)), MASK_OF_VALUES)
+    mask = torch.ones(1, TRIAL_TOKENS, dtype=torch.int64) if looks else tokens + 1
     try:
         # Views of a mask name it as their base, but not in inference mode.
         with _tensors_on_meta(model), torch.inference_mode(False), torch.no_grad():
-            model(
-                input_ids=tokens, attention_mask=tokens + 1, position_ids=positions, use_cache=False
-            )
+            model(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False)
     except Unservable:
         raise
     except Exception as error:  # whatever its code cannot do there
@@ -326,9 +340,16 @@ def _try(model: Any, max_model_len: int) -> Tried:
     is_of_all = window and getattr(text, "layer_types", None) is None and window < max_model_len
     if is_of_all and any(call.window is None for call in trial.calls):  # but its cache forgets
         raise Unservable(f"has sliding_window {window}, and masks without a window")
+    if model._is_stateful and not states.calls:
+        raise Unservable("has recurrent layers of its own kind")
     num_modules = len({call.module for call in trial.calls})
-    if num_layers not in (num_modules, len(trial.calls)):
+    if not states.calls and num_layers not in (num_modules, len(trial.calls)):
         raise Unservable(f"attends in {num_modules} of num_hidden_layers {num_layers}")
+    layer_types = getattr(text, "layer_types", None) or ()
+    num_others = sum(each in NO_MIXER_TYPES for each in layer_types)
+    num_modules += len({module for module, _, _ in states.calls})
+    if num_modules < num_layers - num_others:
+        raise Unservable(f"attends or recurs in {num_modules} of num_hidden_layers {num_layers}")
     if not outputs or getattr(outputs[-1][1], "last_hidden_state", None) is None:
         raise Unservable("does not get its hidden states from its base model")
     base: Any
@@ -338,7 +359,7 @@ def _try(model: Any, max_model_len: int) -> Tried:
     if not takes_positions and has_use and not list(position_modules(base)):
         raise Unservable(f"has a {type(base).__name__} that takes no position_ids")
     idle = [] if text is model.config else list(_idle(model, base, ran))
-    return Tried(trial.calls, base, type(output), idle, takes_positions, named, angles)
+    return Tried(trial.calls, states, base, type(output), idle, takes_positions, named, angles)
 
 
 def _idle(model: nn.Module, base: nn.Module, ran: set[nn.Module]) -> Iterator[str]:

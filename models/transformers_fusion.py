@@ -12,6 +12,7 @@ views of it, so that loading knows nothing of it.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -281,6 +282,8 @@ class Fusion:
         if module._buffers or module._modules or module.weight.dim() != 1 or _eps(module) is None:
             return None
         if module.weight.dtype != self._dtype:
+            return None
+        if len(inspect.signature(module.forward).parameters) > 1:  # as a gate
             return None
         found = (o for o in (0.0, 1.0) if self._once(module, _proves_norm, o))
         return next(found, None)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from asyncllm.attention.state_cache import StateBackend, StateCache, TorchStates
 from asyncllm.graphs.captured_times import captured_seconds
 from asyncllm.kernels.gemm.cublas_lt import CublasLt
 from asyncllm.kernels.gemm.gemm_autotune import AutotunedGemm, GemmCache
@@ -73,6 +74,15 @@ def select_add_lora(device: torch.device) -> AddLoRA:
     return add_lora_triton
 
 
+def select_states(cache: StateCache, device: torch.device) -> StateBackend:
+    """Triton's on CUDA, else plain torch."""
+    if device.type != "cuda":
+        return TorchStates(cache)
+    from asyncllm.attention.triton_states import TritonStates  # slow to import
+
+    return TritonStates(cache)
+
+
 def has_fast_ops(device: torch.device, dtype: torch.dtype) -> bool:
     """Ours: on CUDA in half precision, where FlashInfer is installed; without it torch does all."""
     is_half = device.type == "cuda" and dtype != torch.float32
@@ -112,7 +122,7 @@ def make_executor(device: torch.device, rank: int = 0) -> Executor:
 
 def share_tokens(sample: SampleSlots, mesh: Mesh) -> SampleSlots:
     """Rank 0 samples, and all ranks' slots move on to its tokens; one rank's is as it was."""
-    if mesh.config.tp == 1:
+    if mesh.config.size == 1:
         return sample
 
     def sample_and_tell(

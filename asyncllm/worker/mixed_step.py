@@ -12,11 +12,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from asyncllm.attention.base import AttendRows, AttentionBackend, DecodeRows, PrefillRows
+from asyncllm.attention.base import (
+    AttendRows,
+    AttentionBackend,
+    DecodeRows,
+    PrefillRows,
+    no_recurrence,
+)
+from asyncllm.attention.state_cache import StateBackend
 from asyncllm.graphs.mixed_graphs import MixedGraphs
 from asyncllm.graphs.pool import GraphPool, Outputs, Recorded
 from asyncllm.graphs.sized_graphs import SizedGraphs
 from asyncllm.graphs.token_buffers import TokenBuffers, forward
+from asyncllm.kernels.recurrent.records import Recur
 from asyncllm.models.base import CausalLM
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.step_plan import StepShape
@@ -35,6 +43,7 @@ class MixedStep:
 
     model: CausalLM
     attention: AttentionBackend
+    states: StateBackend | None  # of recurrent layers
     state: DeviceState
     kernels: SlotKernels
     inputs: StaticInputs
@@ -83,7 +92,7 @@ class MixedStep:
 
     def graph_shape(self, step: PackedStep) -> StepShape | None:
         """The captured shape that such a step is padded to; None: it runs eagerly."""
-        if self.graphs is None:
+        if self.graphs is None or self.states is not None:  # whose rows the host gives
             return None
         return self.graphs.fitting(len(step.decode_slots), step.prefills, step.adapters)
 
@@ -103,7 +112,11 @@ class MixedStep:
             return self._hidden
         tokens = self._eager_tokens(step)
         attend_rows = self._bind_attention(tokens, step.decode_positions, step.prefills)
-        return self._forward(tokens, attend_rows, step.adapters)
+        recur: Recur = no_recurrence
+        if self.states is not None:
+            slots = self.inputs.decode_slots[: len(step.decode_slots)]
+            recur = self.states.mixed(slots, step.prefills)
+        return self._forward(tokens, attend_rows, step.adapters, recur)
 
     def logits(
         self, hidden: torch.Tensor, num_rows: int
@@ -138,14 +151,18 @@ class MixedStep:
         self.sample_graphs.add(size, pool.record(sample))
 
     def _forward(
-        self, tokens: TokenBuffers, attend_rows: AttendRows, adapters: bool
+        self,
+        tokens: TokenBuffers,
+        attend_rows: AttendRows,
+        adapters: bool,
+        recur: Recur = no_recurrence,
     ) -> torch.Tensor:
-        """Hidden states [tokens, hidden_size]. May be captured."""
+        """Hidden states [tokens, hidden_size]. May be captured, where no layer is recurrent."""
         state, slots = self.state, tokens.slots
         if self.lora is not None:
             self.lora.select(state.adapters[slots] if adapters else None)
         prompt_lens = state.prompt_lens[slots] if self.model.uses_prompt_lens else None
-        return forward(self.model, self.attention, tokens, prompt_lens, attend_rows)
+        return forward(self.model, self.attention, tokens, prompt_lens, attend_rows, recur)
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         """Plain tokens int32 [rows] of the first rows in the static inputs. May be captured."""
@@ -168,9 +185,10 @@ class MixedStep:
         return self.attention.mixed(decodes, prefills, tokens.q, tokens.out)
 
     def _zeros(self, num_tokens: int) -> TokenBuffers:
-        layer, device = self.model.attention_layers[0], self.inputs.token_ids.device
+        layers, device = self.model.attention_layers, self.inputs.token_ids.device
+        heads = (layers[0].num_heads, layers[0].head_dim) if layers else (0, 0)
         num_groups = len(self.inputs.write_slots)
-        return TokenBuffers.zeros(num_tokens, layer, num_groups, self.dtype, device)
+        return TokenBuffers.zeros(num_tokens, heads, num_groups, self.dtype, device)
 
     def _eager_tokens(self, step: PackedStep) -> TokenBuffers:
         tokens, first = self._zeros(step.shape.size), len(step.decode_slots)

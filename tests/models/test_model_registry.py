@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as ARCHITECTURES,
 )
 
-from asyncllm.attention.base import AttentionMixer, RotatedHeads
+from asyncllm.attention.base import RotatedHeads, StepMixer
 from asyncllm.attention.heads import rotated_heads
 from asyncllm.commands import doctor
 from asyncllm.config import EngineArgs
@@ -191,7 +191,7 @@ def test_forward_never_reads_a_value_on_the_host(tmp_path, name):
         assert k.shape == v.shape == (7, layer.num_kv_heads, layer.head_dim)
         return q.flatten(1)
 
-    hidden = model.forward(TokenInputs(positions, positions, prompt_lens), AttentionMixer(attend))
+    hidden = model.forward(TokenInputs(positions, positions, prompt_lens), StepMixer(attend))
     assert hidden.shape == (7, config.hf_config.hidden_size)
     assert layers == model.attention_layers
     assert [layer.index for layer in layers] == list(range(config.num_layers))

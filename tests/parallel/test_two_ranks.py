@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from asyncllm import AsyncLLMEngine, SamplingParams, StructuredOutputsParams
+from asyncllm import AsyncLLMEngine, EngineArgs, SamplingParams, StructuredOutputsParams
+from asyncllm.attention.cache_spec import CacheLayout
 from asyncllm.errors import ModelLoadError
+from asyncllm.models.parallel.mesh import Alone
+from asyncllm.models.registry import settle
+from asyncllm.worker.memory import plan_memory
 from tests.parallel.engines import SMALL, Ask, answers, expect_same, followers, greedy
 from tests.waiting import run
 
@@ -27,6 +36,31 @@ ASKS = [
 ]
 
 
+def listening(pids: set[int]) -> set[str]:
+    """Addresses at which processes listen, without ports, in hexadecimal as /proc/net/tcp."""
+    inodes = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):  # closed meanwhile
+                inodes.add(os.readlink(link))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                found.add(fields[1].partition(":")[0])
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_of_one_host_listen_at_no_address_of_others() -> None:
+    async def test() -> None:
+        async with AsyncLLMEngine("tiny", **SMALL, tensor_parallel_size=2):
+            assert listening({os.getpid(), *followers()}) == {"0100007F"}  # 127.0.0.1
+
+    run(test())
+
+
 def test_all_that_sampling_knows_in_one_batch() -> None:
     expected = run(answers("tiny", ASKS))
     expect_same(run(answers("tiny", ASKS, tensor_parallel_size=2)), expected)
@@ -34,7 +68,16 @@ def test_all_that_sampling_knows_in_one_batch() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_ahead", [True, False], ids=["ahead", "synchronous"])
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 4},
+        {"pipeline_parallel_size": 2},
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    ],
+    ids=["tp2", "tp4", "pp2", "tp2-pp2"],
+)
 @pytest.mark.parametrize(
     "args",
     [
@@ -44,11 +87,11 @@ def test_all_that_sampling_knows_in_one_batch() -> None:
     ],
     ids=["chunks", "swap", "recompute"],
 )
-def test_chunks_and_preemption(num_ranks: int, is_ahead: bool, args: dict[str, Any]) -> None:
+def test_chunks_and_preemption(ranks: dict[str, int], is_ahead: bool, args: dict[str, Any]) -> None:
     """A step behind by a page table or a swapped page would change a token."""
     args = args | {"max_model_len": 80, "async_scheduling": is_ahead}
     expected = run(answers("tiny", ASKS, **args))
-    expect_same(run(answers("tiny", ASKS, tensor_parallel_size=num_ranks, **args)), expected)
+    expect_same(run(answers("tiny", ASKS, **ranks, **args)), expected)
 
 
 @pytest.mark.slow
@@ -63,6 +106,25 @@ def test_the_second_time_the_prefix_is_cached_on_all_ranks() -> None:
             assert outputs[0].num_cached_tokens
 
     run(twice())
+
+
+@dataclass(frozen=True, slots=True)
+class Beside(Alone):
+    """Another rank has room for 30 of whatever is counted."""
+
+    def least(self, number: int) -> int:
+        return min(number, 30)
+
+
+def test_pages_are_those_of_the_rank_with_the_least() -> None:
+    config = EngineArgs("tiny", tensor_parallel_size=2, **SMALL).create_engine_config()
+    config, model = settle(config)
+    layout = CacheLayout(model.attention_layers, config.block_size, torch.float32)
+    cpu = torch.device("cpu")
+    alone = plan_memory(model, config, layout, cpu, Alone())
+    assert alone.num_pages == SMALL["num_gpu_blocks_override"] and alone.num_host_pages > 30
+    plan = plan_memory(model, config, layout, cpu, Beside())
+    assert (plan.num_pages, plan.num_host_pages, plan.max_model_len) == (30, 30, 120)
 
 
 @pytest.mark.slow
@@ -83,7 +145,20 @@ def test_two_engines_of_ranks_in_one_program() -> None:
     run(both())
 
 
-def test_what_cannot_be_divided_starts_no_process() -> None:
-    with pytest.raises(ModelLoadError, match="tensor_parallel_size 3 does not divide num_att"):
-        run(answers("tiny", ASKS, tensor_parallel_size=3))
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size 3 does not divide num_attention_heads"),
+        (
+            {"pipeline_parallel_size": 8},
+            "pipeline_parallel_size 8 is more than num_hidden_layers 7",
+        ),
+        ({"tensor_parallel_size": 9, "pipeline_parallel_size": 9}, "is over 64"),
+        ({"enable_expert_parallel": True}, "needs a tensor_parallel_size above 1"),
+        ({"tensor_parallel_size": 2, "distributed_timeout_seconds": 0}, "must be positive, got 0"),
+    ],
+)
+def test_what_cannot_be_divided_starts_no_process(args: dict[str, Any], complaint: str) -> None:
+    with pytest.raises((ModelLoadError, ValueError), match=complaint):
+        run(answers("tiny", ASKS, **args))
     assert not followers()

@@ -66,23 +66,25 @@ class _Progress:
 
 
 class WorkerGroup:
-    """Starts `config.mesh.tp` - 1 processes; `config` is settled. Raises `OSError`."""
+    """Starts a process for each rank of `config.mesh` but the first. `config` is settled. Raises
+    `OSError`."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._timeout = config.distributed_timeout_seconds
-        self._progress = {rank: _Progress() for rank in range(1, config.mesh.tp)}
+        self._progress = {rank: _Progress() for rank in range(1, config.mesh.size)}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._mesh: CollectiveMesh | None = None
         self._num_sent = 0  # messages that are to be done in order
         self._sending = threading.Lock()
+        self._asking = threading.Lock()
         self._failing = threading.Lock()
         self._asked = 0.0
         self.failure: str | None = None
         self._on_failure: Callable[[str], object] = lambda reason: None
         listener = socket.create_server((HOST, 0))
         self._address = listener.getsockname()[:2]
-        self._store = open_store(config.mesh.tp, listener)
+        self._store = open_store(config.mesh.size, listener)
         self._thread = PeerThread(self._start, self._received, self._lost, self._tick)
 
     # --- start -------------------------------------------------------------------------------
@@ -141,9 +143,10 @@ class WorkerGroup:
     def ask(self, kind: Kind, *content: Any) -> list[Future[str]]:
         """Each rank's answer: an error's text, or "". Raises `RankLostError`."""
         futures: list[Future[str]] = [Future() for _ in self._progress]
-        for progress, future in zip(self._progress.values(), futures, strict=True):
-            progress.answers.append(future)
-        self.send(kind, *content)
+        with self._asking:  # answers come in the order of the questions, whichever threads ask
+            for progress, future in zip(self._progress.values(), futures, strict=True):
+                progress.answers.append(future)
+            self.send(kind, *content)
         return futures
 
     def check(self) -> None:
@@ -160,7 +163,7 @@ class WorkerGroup:
 
     @property
     def _num_calls(self) -> int:
-        return 0 if self._mesh is None else self._mesh.num_calls
+        return 0 if self._mesh is None else self._mesh.num_common_calls
 
     # --- end ---------------------------------------------------------------------------------
 
@@ -250,8 +253,7 @@ class WorkerGroup:
             if self.failure is not None:
                 return
             who = "the ranks" if rank is None else f"rank {rank}"
-            self.failure = f"{who} of {self._config.mesh.tp} failed: {reason}"
-        logger.critical("%s", self.failure)
+            self.failure = f"{who} of {self._config.mesh.size} failed: {reason}"
         lost = RankLostError(self.failure)
         for progress in self._progress.values():
             futures: list[Future[Any]] = [progress.joins, progress.ready, *progress.answers]
@@ -275,4 +277,4 @@ def _environment(config: EngineConfig, rank: int) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": ",".join((devices[rank], *others))}
     if "OMP_NUM_THREADS" in os.environ:
         return {}
-    return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // config.mesh.tp))}
+    return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // config.mesh.size))}
