@@ -18,6 +18,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from asyncllm.hub.files import Part
+from asyncllm.mesh_config import MeshConfig
 from asyncllm.model_config import (
     GenerationDefaults,
     ModelConfig,
@@ -41,6 +42,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 GIB = 1 << 30
 DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 MAX_NUM_SEQS_LIMIT = 4096
+MAX_RANKS = 64
 KV_DTYPE_NAMES = {
     "fp8": "float8_e4m3fn",
     "fp8_e4m3": "float8_e4m3fn",
@@ -98,6 +100,8 @@ class EngineConfig:
     max_queued_tokens: int
     max_queue_seconds: float
     watchdog_timeout: float
+    mesh: MeshConfig  # rank 0's; what runs the other ranks says which each of them is
+    distributed_timeout_seconds: float
 
     @cached_property
     def num_slots(self) -> int:
@@ -193,6 +197,13 @@ class EngineArgs:
     watchdog_timeout: float = flag(
         30.0, "seconds without a finished step, amid requests, until /health says so"
     )
+    tensor_parallel_size: int = flag(1, "ranks that divide every layer, one process each", least=1)
+    enable_expert_parallel: bool = flag(
+        False, "ranks divide experts by number, not each of them by size"
+    )
+    distributed_timeout_seconds: float = flag(
+        8.0, "until a rank that does not answer, or keeps the others waiting, counts as lost"
+    )
 
     def create_engine_config(self) -> EngineConfig:
         """Validate and resolve. Raises `ValueError` naming the flag, or `ModelLoadError`."""
@@ -222,12 +233,24 @@ class EngineArgs:
             "cuda_graph_sizes": _graph_sizes(self.cuda_graph_sizes, self.max_num_seqs),
             "prefill_graph_sizes": _prefill_graph_sizes(self.prefill_graph_sizes, max_tokens),
             "logits_processors": tuple(map(_resolve_class, self.logits_processors or ())),
+            "mesh": self._mesh(device),
             "generation_defaults": read_generation_defaults(
                 self.generation_config, path, self.override_generation_config
             ),
         }
         rest = {f.name for f in fields(EngineConfig)} - resolved.keys()  # as they were given
         return EngineConfig(**resolved, **{name: getattr(self, name) for name in rest})
+
+    def _mesh(self, device: str) -> MeshConfig:
+        size = self.tensor_parallel_size
+        if self.enable_expert_parallel and size == 1:
+            raise ValueError("enable_expert_parallel needs a tensor_parallel_size above 1")
+        if device == "cuda" and size > 1:
+            import torch
+
+            if size > (found := torch.cuda.device_count()):
+                raise ValueError(f"tensor_parallel_size {size} is over the {found} CUDA devices")
+        return MeshConfig(size, by_expert=self.enable_expert_parallel)
 
     def _model_path(self) -> Path:
         """May download it."""
@@ -265,6 +288,15 @@ class EngineArgs:
             raise ValueError("calculate_kv_scales is for an fp8 kv_cache_dtype")
         if not self.max_queue_seconds > 0:
             raise ValueError(f"max_queue_seconds must be positive, got {self.max_queue_seconds}")
+        if self.tensor_parallel_size > MAX_RANKS:
+            raise ValueError(
+                f"tensor_parallel_size {self.tensor_parallel_size} is over {MAX_RANKS}"
+            )
+        if not 0 < self.distributed_timeout_seconds < math.inf:
+            raise ValueError(
+                f"distributed_timeout_seconds must be positive, got "
+                f"{self.distributed_timeout_seconds}"
+            )
         if not 0 < self.watchdog_timeout < math.inf:
             raise ValueError(f"watchdog_timeout must be positive, got {self.watchdog_timeout}")
         if not self.swap_space < math.inf:

@@ -12,7 +12,7 @@ from asyncllm.models.decoder import DecoderSpec, DenseDecoder, FeedForward
 from asyncllm.models.layers.attention import AttentionSpec
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.experts import Experts, Router
-from asyncllm.models.layers.experts_method import ExpertsShape
+from asyncllm.models.layers.experts_method import ExpertsShape, ExpertsShare
 from asyncllm.models.layers.ops import Activation, ExpertWeights, Routing
 from asyncllm.models.supported import layer_windows, positive, require
 
@@ -45,16 +45,22 @@ def build_gpt_oss(config: ModelConfig, build: Build) -> DenseDecoder:
     return DenseDecoder(config, spec, build)
 
 
-def _load(name: str, weights: ExpertWeights) -> Iterator[Load]:
+def _load(name: str, weights: ExpertWeights, share: ExpertsShare) -> Iterator[Load]:
     """Files have all experts in one tensor, inputs before outputs, gates and ups by turns."""
-    experts, hidden, size = weights.down.shape
-    assert weights.gate_up_bias is not None and weights.down_bias is not None
-    shape = (experts, hidden, 2 * size)
-    yield Load(f"{name}.gate_up_proj", weights.gate_up, transform=_gate_up, file_shape=shape)
-    yield Load(f"{name}.gate_up_proj_bias", weights.gate_up_bias, transform=_gates_first)
-    shape = (experts, size, hidden)
-    yield Load(f"{name}.down_proj", weights.down, transform=_transposed, file_shape=shape)
-    yield Load(f"{name}.down_proj_bias", weights.down_bias)
+    hidden, num_experts, size = weights.down.shape[1], share.num_experts, share.full_size
+    own, both = share.experts, slice(2 * share.size.start, 2 * share.size.stop)
+    all_inputs = slice(None)
+    assert weights.gate_up_bias is not None
+    down_bias, biased = weights.down_bias, (own,)
+    if down_bias is None:  # another rank adds it
+        down_bias, biased = weights.down.new_empty(0, hidden), (slice(0),)
+    for suffix, view, part, transform, shape in (
+        ("gate_up_proj", weights.gate_up, (own, all_inputs, both), _gate_up, (hidden, 2 * size)),
+        ("gate_up_proj_bias", weights.gate_up_bias, (own, both), _gates_first, (2 * size,)),
+        ("down_proj", weights.down, (own, share.size), _transposed, (size, hidden)),
+        ("down_proj_bias", down_bias, biased, None, (hidden,)),
+    ):
+        yield Load(f"{name}.{suffix}", view, part, transform, file_shape=(num_experts, *shape))
 
 
 def _gate_up(loaded: torch.Tensor) -> torch.Tensor:

@@ -175,7 +175,7 @@ def _fill_dummy(loads: Sequence[Load], seed: int) -> None:
     generator = torch.Generator(loads[0].view.device).manual_seed(seed)
     for load in loads:
         if load.transform is not None:
-            load.view.copy_(load.transform(_dummy_file(load, generator)))
+            load.view.copy_(load.transform(_dummy_file(load, generator)[load.part]))
         elif load.view.dim() == 1 and load.name.endswith(".weight"):
             load.view.fill_(1.0)
         elif load.view.dtype in PLAIN_FLOATS:

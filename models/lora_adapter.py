@@ -155,7 +155,7 @@ def _fill(
     """Each module's two matrices to their places; returns the ranks."""
     views = [(a[0], b[0]) for a, b in layers.views(slot.unsqueeze(0))]
     places = {
-        module: (a, b, place, features)
+        module: (a, b, place, features, layer.shape)
         for layer, (a, b) in zip(layers.layers, views, strict=True)
         for place, (module, features) in enumerate(layer.rows.items())
     }
@@ -163,17 +163,20 @@ def _fill(
     for module, pair in pairs.items():
         if module not in places:
             raise LoRALoadError(f"{file}: {pair['A']}: the model has no linear layer {module}")
-        a, b, place, features = places[module]
+        a, b, place, features, shape = places[module]
         rank = opened.get_slice(pair["A"]).get_shape()[0]
-        _check(file, opened, pair["A"], [rank, a.shape[1]])
-        _check(file, opened, pair["B"], [features.stop - features.start, rank])
+        _check(file, opened, pair["A"], [rank, shape.in_features])
+        _check(file, opened, pair["B"], [shape.parts[module], rank])
         if not 0 < rank <= layers.max_rank:
             raise LoRALoadError(
                 f"{file}: {pair['A']}: rank {rank} is over max_lora_rank {layers.max_rank}"
             )
         first = place * layers.max_rank
-        a[first : first + rank] = _finite(file, opened, pair["A"])
-        b[features, :rank] = _finite(file, opened, pair["B"]).float() * _scale(config, module, rank)
+        columns = shape.shard.columns or slice(None)
+        a[first : first + rank] = _finite(file, opened, pair["A"])[:, columns]
+        whole = _finite(file, opened, pair["B"])
+        own = torch.cat([whole[rows] for rows in shape.rows(module)])
+        b[features, :rank] = own.float() * _scale(config, module, rank)
         ranks.append(rank)
     return ranks
 

@@ -27,6 +27,7 @@ from asyncllm.models.mistral import build_mistral
 from asyncllm.models.mixtral import build_mixtral
 from asyncllm.models.olmo import build_olmo2, build_olmo3
 from asyncllm.models.olmoe import build_olmoe
+from asyncllm.models.parallel.mesh import ALONE, Alone, Mesh
 from asyncllm.models.phi3 import build_phi3
 from asyncllm.models.quantization.select import linear_methods
 from asyncllm.models.qwen2 import build_qwen2
@@ -67,14 +68,21 @@ def build_model(
     max_model_len: int,
     lora: LoRALayers | None = None,
     keeps_latents: bool = False,
+    mesh: Mesh = ALONE,
 ) -> CausalLM:
-    """The model with its weights allocated and uninitialised: `load_weights` fills them.
+    """The model with its weights allocated and uninitialised: `load_weights` fills them. Of ranks
+    that share it each has its part.
 
     Raises `ModelLoadError` naming config.json and the architecture or key that is not supported.
     """
     methods = linear_methods(model_config, dtype, device, ops)
-    build = Build(dtype, device, ops, methods, max_model_len, lora, keeps_latents)
+    build = Build(dtype, device, ops, methods, max_model_len, lora, keeps_latents, mesh)
     if model_config.implementation == "transformers":
+        if mesh.config.tp > 1:
+            raise ModelLoadError(
+                f"tensor_parallel_size {mesh.config.tp}: {model_config.architecture} is run by "
+                "transformers' code, which one rank runs"
+            )
         # All of the library's model code: seconds.
         from asyncllm.models.transformers_backend import TransformersModel
 
@@ -99,15 +107,16 @@ def settle(config: EngineConfig) -> tuple[EngineConfig, CausalLM]:
     """
     dtype, latents = getattr(torch, config.dtype), keeps_latents(config)
     model_len = config.max_model_len or config.model.context_window
+    mesh = Alone(config.mesh)
     try:
-        return config, model_without_memory(config.model, dtype, model_len, latents)
+        return config, model_without_memory(config.model, dtype, model_len, latents, mesh)
     except UnsupportedModelError as error:
         if config.model.asked_implementation != "auto":
             raise
         logger.info("falling back to transformers' model: %s", error)
         other = ModelConfig.from_folder(config.model.path, "transformers")
         config = replace(config, model=replace(other, fallback=str(error)))
-    return config, model_without_memory(config.model, dtype, model_len)
+    return config, model_without_memory(config.model, dtype, model_len, mesh=mesh)
 
 
 def keeps_latents(config: EngineConfig) -> bool:
@@ -122,9 +131,10 @@ def model_without_memory(
     dtype: torch.dtype,
     max_model_len: int,
     keeps_latents: bool = False,
+    mesh: Mesh = ALONE,
 ) -> CausalLM:
     """For what is to be known before there are weights. Raises as `build_model`."""
     meta = torch.device("meta")
     return build_model(
-        model_config, dtype, meta, TorchOps(), max_model_len, keeps_latents=keeps_latents
+        model_config, dtype, meta, TorchOps(), max_model_len, None, keeps_latents, mesh
     )

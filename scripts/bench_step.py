@@ -26,7 +26,8 @@ import torch
 from asyncllm.config import EngineArgs, EngineConfig
 from asyncllm.graphs.decode_graphs import LAYERS
 from asyncllm.model_config import ModelConfig
-from asyncllm.worker.worker import CaptureGraph, Worker
+from asyncllm.worker.ranks.messages import CaptureGraph
+from asyncllm.worker.worker import Worker
 
 REPEATS = 30
 PROFILED = 5

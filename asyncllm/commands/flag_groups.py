@@ -34,6 +34,9 @@ GROUPS: dict[str, tuple[str, str]] = {
     "device": ("kernels, CUDA graphs, the watchdog", """
         device attention_backend enforce_eager cuda_graph_sizes prefill_graph_sizes watchdog_timeout
         """),
+    "ranks": ("several devices for one model", """
+        tensor_parallel_size enable_expert_parallel distributed_timeout_seconds
+        """),
     "server": ("where it listens, limits, the page", """
         host port uds root_path ssl_certfile ssl_keyfile max_connections max_body_bytes
         responses_store_bytes shutdown_timeout middleware disable_page

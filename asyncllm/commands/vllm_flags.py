@@ -24,10 +24,8 @@ ANY = "*"
 REMOTE_CODE = "trust-remote-code"
 # The short names of those that a command line is likely to have.
 SHORT = {
-    "-tp": "tensor-parallel-size",
     "-pp": "pipeline-parallel-size",
     "-dp": "data-parallel-size",
-    "-ep": "enable-expert-parallel",
     "-asc": "api-server-count",
     "-cc": "compilation-config",
     "-ac": "attention-config",
@@ -44,7 +42,7 @@ ROWS: tuple[tuple[Status, str, str], ...] = (
         api-server-count=1 renderer-num-workers=1 distributed-executor-backend=uni,mp
         nnodes=1 node-rank=0 data-parallel-backend=mp max-parallel-loading-workers=*
         disable-custom-all-reduce?* disable-nccl-for-dp-synchronization?*
-        distributed-timeout-seconds=* cpu-distributed-timeout-seconds=* headless?
+        cpu-distributed-timeout-seconds=* headless?
         """),
     ("accepted", "no access log is written; there are --log-level and --enable-log-requests", """
         uvicorn-log-level=* disable-uvicorn-access-log?* disable-access-log-for-endpoints=*
@@ -73,10 +71,10 @@ ROWS: tuple[tuple[Status, str, str], ...] = (
     ("other name", "--log-level and --log-format", "log-config-file"),
     ("other name", "the environment's HF_TOKEN", "hf-token"),
     ("other name", "--tokenizer ORG/NAME@REVISION", "tokenizer-revision"),
-    ("not yet", "one GPU for each server", """
-        tensor-parallel-size=1 pipeline-parallel-size=1 data-parallel-size=1
+    ("not yet", "GPUs are divided by --tensor-parallel-size alone", """
+        pipeline-parallel-size=1 data-parallel-size=1
         data-parallel-size-local=1 prefill-context-parallel-size=1 decode-context-parallel-size=1
-        enable-expert-parallel? all2all-backend cp-kv-cache-interleave-size=1
+        all2all-backend cp-kv-cache-interleave-size=1
         dcp-kv-cache-interleave-size=1 dcp-comm-backend device-ids+ data-parallel-address
         data-parallel-external-lb? data-parallel-hybrid-lb? data-parallel-multi-port-external-lb?
         data-parallel-rank=0 data-parallel-rpc-port data-parallel-start-rank=0

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -31,11 +32,13 @@ from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.stats import SchedulerStats, StatLogger
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.engine.watchdog import Watchdog
-from asyncllm.errors import InvalidRequestError, LoRALoadError
+from asyncllm.errors import InvalidRequestError, LoRALoadError, ModelLoadError
 from asyncllm.host import in_own_thread
 from asyncllm.lora import LoRARequest
+from asyncllm.models.registry import settle
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import Request
+from asyncllm.worker.ranks.group import WorkerGroup
 from asyncllm.worker.worker import Worker
 
 logger = logging.getLogger("asyncllm")
@@ -83,6 +86,9 @@ class EngineCore:
         self.dead: str | None = None
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run(), name="asyncllm engine")
+        if worker.group is not None:
+            loop = asyncio.get_running_loop()
+            worker.group.on_failure(lambda why: loop.call_soon_threadsafe(self._lose_rank, why))
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -156,10 +162,19 @@ class EngineCore:
         try:
             await in_own_thread(self.worker.drain)
         except Exception as lost:
-            logger.critical("the device is lost: %s", lost)
-            self.dead = f"the device is lost: {lost}"
-            self.live.fail_all(self.dead)
-            self.failed.set_result(self.dead)
+            self._die(f"the device is lost: {lost}")
+
+    def _lose_rank(self, reason: str) -> None:
+        """The rank's part of every page is gone. No step may wait for it any more."""
+        self._task.cancel()
+        self._die(reason)
+
+    def _die(self, reason: str) -> None:
+        if self.dead is None:
+            logger.critical("%s", reason)
+            self.dead = reason
+            self.live.fail_all(reason)
+            self.failed.set_result(reason)
 
     def _new_scheduler(self, totals: SchedulerStats) -> Scheduler:
         config, memory = self._config, self.worker.memory
@@ -238,7 +253,8 @@ class CoreLoader:
     async def _load_worker(self, progress: bool, imported: Future[None]) -> Worker:
         await self.join()  # the memory need not hold two
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-load")
-        make = partial(Worker, self._config, progress=progress, imported=partial(_tell, imported))
+        told = partial(_tell, imported)
+        make = partial(_start_worker, self._config, progress=progress, imported=told)
         loading = self._thread.submit(make)
         self._thread.shutdown(wait=False)  # it ends with this load
         try:
@@ -246,6 +262,26 @@ class CoreLoader:
         except BaseException:
             loading.add_done_callback(_close)
             raise
+
+
+def _start_worker(
+    config: EngineConfig, *, progress: bool, imported: Callable[[], object]
+) -> Worker:
+    """Rank 0's worker, and where ranks share the model their processes. Raises as `Worker`."""
+    if config.mesh.tp == 1:
+        return Worker(config, progress=progress, imported=imported)
+    config, _ = settle(config)  # what no rank can do is said before there are processes
+    group = WorkerGroup(config)
+    try:
+        return Worker(
+            config, progress=progress, imported=imported, connect=group.connect, group=group
+        )
+    except BaseException as error:
+        failure = group.failure
+        group.close()
+        if failure is not None and isinstance(error, Exception):
+            raise ModelLoadError(failure) from error
+        raise
 
 
 def _tell(imported: Future[None]) -> None:

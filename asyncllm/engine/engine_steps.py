@@ -27,7 +27,8 @@ from asyncllm.host import in_own_thread
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepResult
 from asyncllm.worker.executor import HostStep
-from asyncllm.worker.worker import CaptureGraph, Worker
+from asyncllm.worker.ranks.messages import CaptureGraph
+from asyncllm.worker.worker import Worker
 
 logger = logging.getLogger("asyncllm")
 

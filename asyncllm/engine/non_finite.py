@@ -23,7 +23,8 @@ from asyncllm.types import (
     SequenceStatus,
     StepResult,
 )
-from asyncllm.worker.worker import ClearPages, Worker
+from asyncllm.worker.ranks.messages import ClearPages
+from asyncllm.worker.worker import Worker
 
 FORBIDDING = ("allowed_token_ids", "bad_words", "min_tokens")  # in the order of blame
 

@@ -8,15 +8,19 @@ order, so that no running stream waits long; a slot that is written is read by n
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import torch
 
+from asyncllm.errors import LoRALoadError
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.lora_adapter import AdapterInfo, read_adapter
 from asyncllm.step_plan import StepKind, StepShape
 from asyncllm.types import StepResult
 from asyncllm.worker.executor import Collect, Executor, LaunchedStep
+from asyncllm.worker.ranks.group import WorkerGroup
+from asyncllm.worker.ranks.messages import Kind
 
 PIECE_BYTES = 32 << 20  # 1.5 ms over PCIe 5
 # Of no step: how long a piece takes says nothing of how long steps take.
@@ -24,7 +28,15 @@ PIECE_SHAPE = StepShape(StepKind.PREFILL, 0)
 
 
 class AdapterStore:
-    def __init__(self, layers: LoRALayers, num_places: int, executor: Executor) -> None:
+    def __init__(
+        self,
+        layers: LoRALayers,
+        num_places: int,
+        executor: Executor,
+        group: WorkerGroup | None = None,
+    ) -> None:
+        """group: the other ranks, of rank 0; each has its own part of every adapter."""
+        self._group = group
         self._layers = layers
         self._executor = executor
         slots = layers.slots
@@ -48,14 +60,26 @@ class AdapterStore:
 
         Raises `LoRALoadError`; the place then holds anything.
         """
-        return read_adapter(folder, self._layers, self._places[place])
+        answers = []
+        if self._group is not None:
+            answers = self._group.ask(Kind.READ_ADAPTER, str(folder.resolve()), place)
+        info = read_adapter(folder, self._layers, self._places[place])
+        for answer in answers:
+            if error := answer.result():
+                raise LoRALoadError(error)
+        return info
 
     async def load(self, place: int, slot: int) -> None:
         """Copy a place to a slot, which no launched step reads. Until it is there."""
+        answers = []
+        if self._group is not None:
+            answers = self._group.ask(Kind.LOAD_ADAPTER, place, slot)
         target, source = self._layers.slots[slot], self._places[place]
         pieces = (tensor.chunk(self._num_pieces) for tensor in (target, source))
         for piece in zip(*pieces, strict=True):
             await self._copy(*piece).wait()
+        for answer in answers:
+            await asyncio.wrap_future(answer)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> LaunchedStep:
         def work() -> Collect:

@@ -8,6 +8,7 @@ anything else.
 Steps of one `shape` last about as long, which says how long the next of them is waited for.
 
   ThreadExecutor  the CPU: one thread is the stream; torch releases the GIL inside its kernels
+  InlineExecutor  the CPU of a rank that only repeats steps
   StreamExecutor  CUDA: `work` only enqueues on one stream, from the event loop's own thread
 """
 
@@ -124,6 +125,33 @@ class ThreadExecutor:
         self._thread.shutdown(wait=True)
 
 
+class InlineExecutor:
+    """The CPU of a rank for whose steps nobody waits: the calling thread is the stream."""
+
+    def submit(self, work: Work, shape: StepShape | None = None) -> LaunchedStep:
+        return self.begin(work, shape)(lambda collect: collect)
+
+    def begin(self, first: Callable[[], T], shape: StepShape | None = None) -> EndStep[T]:
+        times = DeviceTimes()
+        value = _timed(first, times)
+
+        def end(rest: Callable[[T], Collect]) -> LaunchedStep:
+            done: Future[StepResult] = Future()
+            done.set_result(_timed(lambda: rest(value)(), times))
+            return _ThreadStep(done, times)
+
+        return end
+
+    def between_steps(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def drain(self) -> None:
+        """All is done."""
+
+    def close(self) -> None:
+        """It has no thread."""
+
+
 @torch.inference_mode()
 def _timed(work: Callable[[], T], times: DeviceTimes) -> T:
     """A whole step, or a part of one."""
@@ -238,4 +266,4 @@ class StreamExecutor:
         _idle_streams.append(self.stream)
 
 
-Executor = ThreadExecutor | StreamExecutor
+Executor = ThreadExecutor | InlineExecutor | StreamExecutor

@@ -26,6 +26,7 @@ from asyncllm.kernels.declaration import DenseShape, Start
 from asyncllm.kernels.triton_key import hash_compiler
 from asyncllm.models.base import CausalLM
 from asyncllm.models.decoder import DenseDecoder
+from asyncllm.models.parallel.mesh import Alone
 from asyncllm.models.quantization.select import is_quantized
 from asyncllm.models.registry import model_without_memory
 from asyncllm.worker.device_state import DeviceState
@@ -41,7 +42,8 @@ ANY_LENGTH = 16  # of the context: no kernel that is compiled early knows it
 
 def early_start(config: EngineConfig, device: torch.device) -> Start:
     """Before the model is built: by one without memory."""
-    model = model_without_memory(config.model, getattr(torch, config.dtype), ANY_LENGTH)
+    dtype, mesh = getattr(torch, config.dtype), Alone(config.mesh)
+    model = model_without_memory(config.model, dtype, ANY_LENGTH, mesh=mesh)
     return start_of(config, model, device)
 
 
@@ -58,6 +60,7 @@ def start_of(config: EngineConfig, model: CausalLM, device: torch.device) -> Sta
         sizes=DenseShape.of(config.model),
         is_dense=isinstance(model, DenseDecoder)
         and model.is_plain
+        and config.mesh.tp == 1
         and not is_quantized(config.model),
         attention_backend=resolve_backend(
             config.attention_backend, device, is_fp8=config.kv_cache_dtype != config.dtype

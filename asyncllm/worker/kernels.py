@@ -19,15 +19,18 @@ from asyncllm.kernels.gemm.gemm_autotune import AutotunedGemm, GemmCache
 from asyncllm.models.layers.lora import AddLoRA, add_lora_torch
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.torch_ops import TorchOps
+from asyncllm.models.parallel.mesh import Mesh
 from asyncllm.worker.device_state import (
+    DeviceState,
     FillDecodes,
     GatherSlots,
     fill_decodes_torch,
     gather_slots_torch,
 )
-from asyncllm.worker.executor import Executor, StreamExecutor, ThreadExecutor
+from asyncllm.worker.executor import Executor, InlineExecutor, StreamExecutor, ThreadExecutor
 from asyncllm.worker.sampler import SampleSlots, sample_slots_torch
 from asyncllm.worker.slot_changes import WriteSlots, write_slots_torch
+from asyncllm.worker.token_masks import RowMasks
 
 logger = logging.getLogger("asyncllm")
 
@@ -101,5 +104,35 @@ def _select_gemm(
     return AutotunedGemm(library, sizes, GemmCache(*key), captured_seconds)
 
 
-def make_executor(device: torch.device) -> Executor:
-    return StreamExecutor(device) if device.type == "cuda" else ThreadExecutor()
+def make_executor(device: torch.device, rank: int = 0) -> Executor:
+    if device.type == "cuda":
+        return StreamExecutor(device)
+    return ThreadExecutor() if rank == 0 else InlineExecutor()
+
+
+def share_tokens(sample: SampleSlots, mesh: Mesh) -> SampleSlots:
+    """Rank 0 samples, and all ranks' slots move on to its tokens; one rank's is as it was."""
+    if mesh.config.tp == 1:
+        return sample
+
+    def sample_and_tell(
+        state: DeviceState,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor | None,
+        masks: RowMasks | None,
+    ) -> torch.Tensor:
+        return mesh.broadcast(sample(state, logits, slots, positions, masks))
+
+    def take(
+        state: DeviceState,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor | None,
+        masks: RowMasks | None,
+    ) -> torch.Tensor:
+        tokens = mesh.broadcast(torch.empty_like(slots))
+        state.advance(slots, tokens, state.positions[slots] if positions is None else positions)
+        return tokens
+
+    return sample_and_tell if mesh.config.rank == 0 else take

@@ -21,6 +21,7 @@ from asyncllm.cache_group import CacheGroup, num_blocks_that_fit, num_pages_for
 from asyncllm.config import GIB, EngineConfig
 from asyncllm.models.base import CausalLM, TokenInputs
 from asyncllm.models.kv_scales import measured_scales, stored_scales
+from asyncllm.models.parallel.mesh import Mesh
 from asyncllm.types import SwapCost
 
 CPU_KV_SHARE = 0.1  # of the machine's memory, where no flag says otherwise
@@ -71,9 +72,10 @@ def _no_attention(
 
 
 def plan_memory(
-    model: CausalLM, config: EngineConfig, layout: CacheLayout, device: torch.device
+    model: CausalLM, config: EngineConfig, layout: CacheLayout, device: torch.device, mesh: Mesh
 ) -> MemoryPlan:
-    """Pages on the device and the host, and the context window that they allow.
+    """Pages on the device and the host, and the context window that they allow: what the rank with
+    the least memory has.
 
     Raises `ValueError` naming the flag where the asked window does not fit or nothing does.
     """
@@ -82,7 +84,7 @@ def plan_memory(
     groups = layout.groups(config.max_num_batched_tokens)
     num_blocks = -(-model_len // config.block_size)
     most = config.max_num_seqs * num_pages_for(groups, num_blocks)
-    num_pages = _num_pages(config, page_bytes, peak_bytes, device, most)
+    num_pages = mesh.least(_num_pages(config, page_bytes, peak_bytes, device, most))
     fits = num_blocks_that_fit(groups, num_pages, num_blocks) * config.block_size
     if fits < 1:
         raise ValueError(
@@ -96,7 +98,7 @@ def plan_memory(
             f"pages hold {fits} tokens; lower it, or raise gpu_memory_utilization or "
             "kv_cache_memory_bytes"
         )
-    num_host_pages = config.swap_space_bytes // page_bytes
+    num_host_pages = config.swap_space_bytes // page_bytes  # the same on all ranks
     return MemoryPlan(num_pages, num_host_pages, min(model_len, fits), groups)
 
 
@@ -118,7 +120,7 @@ def _num_pages(
             reserve += peak_bytes * largest // config.max_num_batched_tokens
         return int(allowed - peak_bytes - reserve) // page_bytes - 1
     ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(int(ram * CPU_KV_SHARE) // page_bytes - 1, most)
+    return min(int(ram * CPU_KV_SHARE / config.mesh.tp) // page_bytes - 1, most)
 
 
 def begin_host_pages(config: EngineConfig, layout: CacheLayout, device: torch.device) -> HostPages:

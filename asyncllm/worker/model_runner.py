@@ -22,11 +22,12 @@ from asyncllm.graphs.pool import Recorded
 from asyncllm.graphs.sized_graphs import SizedGraphs
 from asyncllm.models.base import CausalLM, TokenInputs
 from asyncllm.models.layers.lora import LoRALayers
+from asyncllm.models.parallel.mesh import Mesh
 from asyncllm.step_plan import StepKind, StepPlan, StepShape
 from asyncllm.types import StepResult
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import Collect, Executor, HostStep, LaunchedStep
-from asyncllm.worker.kernels import SlotKernels
+from asyncllm.worker.kernels import SlotKernels, share_tokens
 from asyncllm.worker.logits_processors import LogitsProcessors
 from asyncllm.worker.mixed_step import MixedStep, eager_shape
 from asyncllm.worker.packed_step import (
@@ -36,6 +37,8 @@ from asyncllm.worker.packed_step import (
     PackedStep,
     padding_prompt,
 )
+from asyncllm.worker.ranks.group import WorkerGroup
+from asyncllm.worker.ranks.messages import Kind
 from asyncllm.worker.staging import ResultBuffers, Staging
 from asyncllm.worker.static_inputs import StaticInputs
 from asyncllm.worker.step_packer import StepPacker
@@ -60,7 +63,14 @@ class ModelRunner:
         processors: LogitsProcessors,
         masks: TokenMaskBuffer,
         lora: LoRALayers | None,
+        mesh: Mesh,
+        group: WorkerGroup | None,
     ) -> None:
+        """group: the other ranks, of rank 0."""
+        self._group = group
+        own = share_tokens(kernels.sample_slots, mesh)
+        fully = kernels.sample_slots if mesh.config.rank == 0 else own
+        kernels = replace(kernels, sample_slots=own)
         self._model = model
         self.lora = lora
         self._cache = cache
@@ -83,9 +93,7 @@ class ModelRunner:
             model, attention, state, kernels, self.inputs, staging, config.block_size, lora, dtype
         )
         results = ResultBuffers(config.num_slots, device)
-        self._sampling = StepSampling(
-            state, kernels.sample_slots, processors, masks, staging, results
-        )
+        self._sampling = StepSampling(state, fully, processors, masks, staging, results, mesh)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Give the step to the device, a `HostStep` where the plan `needs_host`.
@@ -97,6 +105,8 @@ class ModelRunner:
         if step.has_prompts:
             graph = self.mixed.graph_shape(step)
             shape = graph or eager_shape(step)
+        if self._group is not None:
+            self._group.send_step(step)
         if not step.needs_host:
             return self._executor.submit(
                 lambda: self._sampling.run(step, plan, self._forward(step, graph)), shape
@@ -105,11 +115,21 @@ class ModelRunner:
 
         def sample(masked_rows: np.ndarray) -> LaunchedStep:
             edits = self._packer.pack_edits(step)  # now: the tokens will move on
+            if self._group is not None:
+                self._group.send(Kind.SAMPLE, masked_rows.size > 0)
             return end(
                 lambda forwarded: self._sampling.run(step, plan, forwarded, edits, masked_rows)
             )
 
         return HostStep(sample)
+
+    def follow(self, step: PackedStep, is_masked: Callable[[], bool]) -> None:
+        """Do rank 0's step on another rank. is_masked: of one that `needs_host`, once rank 0 has
+        launched its sampling: whether masks were there."""
+        graph = self.mixed.graph_shape(step) if step.has_prompts else None
+        end = self._executor.begin(lambda: self._forward(step, graph))
+        masked = is_masked() if step.needs_host else False
+        end(lambda forwarded: self._sampling.follow(step, forwarded, masked))
 
     def clear_pages(self, pages: list[int]) -> None:
         """Zero these pages after all that was launched before."""

@@ -24,11 +24,14 @@ NUM_TIMES = 4
 PREFILL_TOKENS = (512, 1024)  # both captured by then
 
 
-def measure_step_cost(runner: ModelRunner, most_tokens: int, full_read_tokens: int) -> StepCost:
+def measure_step_cost(
+    runner: ModelRunner, most_tokens: int, full_read_tokens: int, agree: Callable[[int], int]
+) -> StepCost:
     """Time decode and prefill steps of the padding slot on the current CUDA stream.
 
     most_tokens: that a step may have. full_read_tokens: the model's. With experts the bare step is
     one that reads them all, as one beside many decodes does, and more tokens share its reading.
+    agree: the least of all ranks' numbers, which run the same steps.
     """
     stream = torch.cuda.current_stream()
     bare_tokens = min(full_read_tokens, most_tokens)
@@ -36,10 +39,12 @@ def measure_step_cost(runner: ModelRunner, most_tokens: int, full_read_tokens: i
     bare_step = (
         _bare_step(runner, stream.device) if is_small else partial(runner.run_padding, bare_tokens)
     )
-    bare = _timings(bare_step, stream)
+    bare = _timings(bare_step, stream, agree)
     asked = PREFILL_TOKENS if is_small else (*PREFILL_TOKENS, most_tokens)
     sizes = {min(num_tokens, most_tokens) for num_tokens in asked}
-    prefills = {size: _timings(partial(runner.run_padding, size), stream) for size in sorted(sizes)}
+    prefills = {
+        size: _timings(partial(runner.run_padding, size), stream, agree) for size in sorted(sizes)
+    }
     return cost_of(bare, prefills)
 
 
@@ -57,10 +62,12 @@ def cost_of(bare: Sequence[float], prefills: Mapping[int, Sequence[float]]) -> S
     )
 
 
-def _timings(step: Callable[[], object], stream: torch.cuda.Stream) -> list[float]:
+def _timings(
+    step: Callable[[], object], stream: torch.cuda.Stream, agree: Callable[[int], int]
+) -> list[float]:
     """Seconds that a step took, NUM_TIMES over."""
     first = _timed(step, 1, stream)  # it may load kernels, too
-    num_steps = min(NUM_STEPS, 1 + int(LONG_SECONDS / first))
+    num_steps = agree(min(NUM_STEPS, 1 + int(LONG_SECONDS / first)))
     return [_timed(step, num_steps, stream) for _ in range(NUM_TIMES)]
 
 

@@ -15,6 +15,7 @@ import torch
 
 from asyncllm.graphs.pool import Recorded
 from asyncllm.models.base import CausalLM
+from asyncllm.models.parallel.mesh import Mesh
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepResult, TokenLogprobs
@@ -71,6 +72,7 @@ class StepSampling:
     masks: TokenMaskBuffer
     staging: Staging
     results: ResultBuffers
+    mesh: Mesh
 
     def run(
         self,
@@ -93,7 +95,21 @@ class StepSampling:
         elif tokens is None or step.features or is_masked:
             forwarded = forwarded.first(len(step.sampled_slots))
             tokens = self._sample(step, plan, forwarded, edits, masked_rows, failures)
+            if self.mesh.config.tp > 1 and tokens is not forwarded.tokens:
+                self.mesh.broadcast(tokens)
         return self._fetch(step, plan, forwarded, tokens, failures)
+
+    def follow(self, step: PackedStep, forwarded: Forwarded | None, is_masked: bool) -> Collect:
+        """What `run` does, on a rank that gets the tokens: its slots move on to them. is_masked:
+        of a step that `needs_host`, whether it was sampled by masks."""
+        if forwarded is None:
+            return lambda: StepResult([])
+        if is_masked and forwarded.resample is not None and step.features == Feature.MASK:
+            forwarded.resample.replay()
+        elif forwarded.tokens is None or step.features & ~PLAIN or is_masked:
+            rows = forwarded.first(len(step.sampled_slots))
+            self.sample_slots(self.state, rows.logits, rows.slots, rows.positions, None)
+        return lambda: StepResult([])
 
     def _sample(
         self,

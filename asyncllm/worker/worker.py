@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -25,6 +24,7 @@ from asyncllm.models.base import CausalLM
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.loader import load_weights
+from asyncllm.models.parallel.mesh import ALONE, Mesh
 from asyncllm.models.registry import build_model, keeps_latents, settle
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepPlan
@@ -52,6 +52,8 @@ from asyncllm.worker.memory import (
     time_prefill_on_cpu,
 )
 from asyncllm.worker.model_runner import ModelRunner
+from asyncllm.worker.ranks.group import WorkerGroup
+from asyncllm.worker.ranks.messages import CaptureGraph, ClearPages, WorkerCommand
 from asyncllm.worker.step_captures import StepCaptures, capture_obstacle
 from asyncllm.worker.step_cost import measure_step_cost
 from asyncllm.worker.token_masks import TokenMaskBuffer
@@ -63,28 +65,12 @@ logger = logging.getLogger("asyncllm")
 WARM_UP_TOKENS = (1, 16, 64, 128, 512, 2048)
 
 
-@dataclass(frozen=True, slots=True)
-class ClearPages:
-    """Zero these pages, after all that was launched before."""
-
-    page_ids: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureGraph:
-    """Capture the next of the graphs that were left for idle moments; blocks for 10 to 20 ms."""
-
-
-# Work beside the steps, in the order of launches and commands. A record of numbers, as a
-# `PackedStep` is: whatever has a share of the model does the same in the same order.
-WorkerCommand = ClearPages | CaptureGraph
-
-
 class Worker:
     """Ready to run when constructed. Construction blocks: seconds for large models.
 
     `phases` maps each phase of the construction to its seconds. `imported` is called when what
-    devices need has been imported: the rest leaves the GIL to others, most of the time.
+    devices need has been imported: the rest leaves the GIL to others, most of the time. `connect`:
+    to the ranks that share the model, when they are all there; `group`: of rank 0, the others.
     Raises `ModelLoadError`, or `ValueError` naming the flag that cannot be met.
     """
 
@@ -95,6 +81,8 @@ class Worker:
         *,
         progress: bool = False,
         imported: Callable[[], object] = lambda: None,
+        connect: Callable[[], Mesh] = lambda: ALONE,
+        group: WorkerGroup | None = None,
     ) -> None:
         self.phases: dict[str, float] = {}
         self._dtype: torch.dtype = getattr(torch, config.dtype)
@@ -117,6 +105,9 @@ class Worker:
             is_auto = config.attention_backend == "auto"
             self.backend_name = import_backend(self.backend_name, or_torch=is_auto)
         imported()
+        self.group = group
+        with self._phase("ranks"):
+            self._mesh = connect()
         lora = None
         if config.enable_lora:
             add = select_add_lora(self.device)
@@ -125,7 +116,7 @@ class Worker:
             model, loading = self._load_model(ops, lora, early, progress)
         with self._phase("profile"):
             early.wait_for_hash()
-            self.memory = plan_memory(model, config, layout, self.device)
+            self.memory = plan_memory(model, config, layout, self.device, self._mesh)
         with self._phase("kv_cache"):
             num_pages = self.memory.num_pages
             scales = kv_scales(model, config, self.device)
@@ -134,10 +125,10 @@ class Worker:
             table_pages = -(-self.memory.max_model_len // config.block_size)
             state = DeviceState(num_slots, table_pages, vocab_size, self.device, layout.num_groups)
             self.token_masks = TokenMaskBuffer(num_slots, vocab_size, self.device)
-        self._executor = make_executor(self.device)
+        self._executor = make_executor(self.device, config.mesh.rank)
         self.adapters = None  # where no adapters are served
         if lora is not None:
-            self.adapters = AdapterStore(lora, config.max_cpu_loras, self._executor)
+            self.adapters = AdapterStore(lora, config.max_cpu_loras, self._executor, group)
         self._processors = LogitsProcessors(config.logits_processors, config, self.device)
         attention = build_backend(self.backend_name, cache, model.attention_layers)
         self.runner = ModelRunner(
@@ -151,6 +142,8 @@ class Worker:
             self._processors,
             self.token_masks,
             lora,
+            self._mesh,
+            group,
         )
         with self._phase("warm_up"), self._executor.between_steps():
             self._warm_up(state, kernels, early)
@@ -161,13 +154,18 @@ class Worker:
         if self.device.type == "cuda":
             with self._phase("step_cost"), self._executor.between_steps():
                 full_read = model.full_read_tokens
-                self.step_cost = measure_step_cost(self.runner, self._most_tokens, full_read)
+                self.step_cost = measure_step_cost(
+                    self.runner, self._most_tokens, full_read, self._mesh.least
+                )
         with self._phase("swap_space"):
             if self.step_cost is not None:
                 token_s = self.step_cost.seconds_per_token
             else:
                 token_s = time_prefill_on_cpu(model, config)
             self.swap_cost = measure_swap_cost(cache, self.memory, token_s)
+        if group is not None:
+            with self._phase("other_ranks"):
+                group.wait_ready(self.memory.num_pages)
 
     @property
     def num_graphs(self) -> int:
@@ -200,6 +198,8 @@ class Worker:
     @torch.inference_mode()
     def command(self, command: WorkerCommand) -> None:
         """Do it after all that was launched before."""
+        if self.group is not None:
+            self.group.send_command(command)
         match command:
             case ClearPages(page_ids):
                 self.runner.clear_pages(page_ids)
@@ -218,12 +218,16 @@ class Worker:
     def drain(self) -> None:
         """Block until all launched steps are done; raises what a lost device raises."""
         self._executor.drain()
+        if self.group is not None:
+            self.group.check()
 
     def close(self) -> None:
-        """Drain, end the threads, and give all device memory back."""
+        """Drain, end the threads and the other ranks, and give all device memory back."""
         try:
-            self._executor.close()
+            self._executor.close()  # watched by the group: a lost rank ends its waiting
         finally:
+            if self.group is not None:
+                self.group.close()
             self._captures.clear()
             del self.runner, self._captures
             if self.device.type == "cuda":
@@ -239,13 +243,18 @@ class Worker:
         config = self._config
         model_len = config.max_model_len or config.model.context_window
         latents = keeps_latents(config)  # as of the layout, whatever could be imported since
-        model = build_model(config.model, self._dtype, self.device, ops, model_len, lora, latents)
+        model = build_model(
+            config.model, self._dtype, self.device, ops, model_len, lora, latents, self._mesh
+        )
         if lora is not None:
             if not lora.layers:
                 raise ValueError("enable_lora: this model's own code takes no adapters")
             lora.allocate()
         # One row, whose GEMMs are other kernels; weights may be missing.
-        early.begin(lambda: model.compute_logits(forward_without_attention(model, 1, self.device)))
+        if config.mesh.tp == 1:  # of several ranks a thread's calls would meet others of the mesh
+            early.begin(
+                lambda: model.compute_logits(forward_without_attention(model, 1, self.device))
+            )
         definitions = persistent_decode.KERNEL.definitions(start_of(config, model, self.device))
         loading = persistent_decode.KERNEL.begin_loading(self.device, definitions)
         load_weights(model, config.model.path, config.load_format, config.seed, progress)
@@ -253,7 +262,7 @@ class Worker:
 
     def _warm_up(self, state: DeviceState, kernels: SlotKernels, early: KernelPrewarm) -> None:
         """On the current stream, and in the threads of what else is to be compiled."""
-        if isinstance(self._executor, StreamExecutor):
+        if isinstance(self._executor, StreamExecutor) and self._config.mesh.tp == 1:
             slots = torch.zeros(1, dtype=torch.int32, device=self.device)  # the padding slot
             early.begin(partial(self.runner.decode_step, slots, 1), self._executor.stream)
         for num_tokens in WARM_UP_TOKENS if self.device.type == "cuda" else (1,):

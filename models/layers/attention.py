@@ -58,17 +58,25 @@ class Attention:
         spec: AttentionSpec,
         build: Build,
     ) -> None:
-        self._name, self._spec, self._ops = name, spec, build.ops
-        self._sizes = [n * layer.head_dim for n in (layer.num_heads, layer.num_kv_heads)]
-        q_size, kv_size = self._sizes
+        self._name, self._spec, self._ops, self._mesh = name, spec, build.ops, build.mesh
+        heads = own_heads(layer, build)
+        self._heads, self._num_heads = heads, (layer.num_heads, layer.num_kv_heads)
+        q_size, kv_size = (num * layer.head_dim for num in self._num_heads)
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        q, k = (features(layer, own) for own in heads)
+        rows: dict[str, tuple[slice, ...]] = {"q_proj": (q,), "k_proj": (k,), "v_proj": (k,)}
         if spec.packed:
             parts = {"qkv_proj": q_size + 2 * kv_size}
-        self.qkv_proj = Linear(name, parts, hidden_size, spec.qkv_bias, build)
+            behind = (slice(q_size + n + k.start, q_size + n + k.stop) for n in (0, kv_size))
+            rows = {"qkv_proj": (q, *behind)}
+        self.qkv_proj = Linear(name, parts, hidden_size, spec.qkv_bias, build, rows=rows)
         if spec.order is not None:
-            rows = spec.order.rows(layer, packed=spec.packed)
-            self.qkv_proj.reorder({f"{name}.{part}": index for part, index in rows.items()})
-        self.o_proj = Linear(name, {"o_proj": hidden_size}, q_size, spec.output_bias, build)
+            order = spec.order.rows(layer, packed=spec.packed)
+            self.qkv_proj.reorder({f"{name}.{part}": index for part, index in order.items()})
+        out = {"o_proj": hidden_size}
+        self.o_proj = Linear(name, out, q_size, spec.output_bias, build, columns=q)
+        layer = replace(layer, num_heads=_count(heads[0]), num_kv_heads=_count(heads[1]))
+        self._sizes = [n * layer.head_dim for n in (layer.num_heads, layer.num_kv_heads)]
         self._norms: list[Norm] = []  # of q and of k
         if spec.qk_norm is not None:
             sizes = self._sizes if spec.qk_norm == "all" else [layer.head_dim] * 2
@@ -93,8 +101,19 @@ class Attention:
     def _normalise(self, qkv: torch.Tensor) -> None:
         """q and k over all their heads, in place."""
         q, k, _ = qkv.split([*self._sizes, self._sizes[1]], dim=1)
+        if self._mesh.config.tp > 1:
+            self._normalise_shares(q, k)
+            return
         for part, norm in zip((q, k), self._norms, strict=True):
             part.copy_(self._ops.rms_norm(part.contiguous(), norm))
+
+    def _normalise_shares(self, q: torch.Tensor, k: torch.Tensor) -> None:
+        """The same where each rank has as many of the heads, some of k perhaps on several ranks."""
+        means = [part.float().square().mean(1, keepdim=True) for part in (q, k)]
+        all_means = self._mesh.reduce(torch.cat(means, dim=1)).div_(self._mesh.config.tp)
+        for part, norm, mean in zip((q, k), self._norms, all_means.split(1, dim=1), strict=True):
+            inverse = (mean + norm.eps).rsqrt()
+            part.copy_((part.float() * inverse).to(norm.weight.dtype) * norm.weight)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -103,9 +122,33 @@ class Attention:
     def loads(self) -> Iterator[Load]:
         yield from self.qkv_proj.loads()
         order = self._spec.order
-        for part, norm in zip(("q_norm", "k_norm"), self._norms, strict=False):
+        is_shared = self._mesh.config.tp > 1
+        for part, norm, own, num_heads in zip(
+            ("q_norm", "k_norm"), self._norms, self._heads, self._num_heads, strict=False
+        ):
             load = load_norm(f"{self._name}.{part}.weight", norm.weight, self._spec.norm_offset)
+            if is_shared and self._spec.qk_norm == "all":
+                whole = (num_heads * self.layer.head_dim,)
+                load = replace(load, part=(features(self.layer, own),), file_shape=whole)
             yield load if order is None else order.load(load)
         if self.layer.sinks is not None:
-            yield Load(f"{self._name}.sinks", self.layer.sinks)
+            load = Load(f"{self._name}.sinks", self.layer.sinks)
+            if is_shared:
+                load = replace(load, part=self._heads[:1], file_shape=self._num_heads[:1])
+            yield load
         yield from self.o_proj.loads()
+
+
+def own_heads(layer: AttentionLayer, build: Build) -> tuple[slice, slice]:
+    """Of a layer's heads of q, and of k and v, those that this rank has."""
+    mesh = build.mesh.config
+    return mesh.share(layer.num_heads, "num_attention_heads"), mesh.kv_share(layer.num_kv_heads)
+
+
+def features(layer: AttentionLayer, heads: slice) -> slice:
+    return slice(heads.start * layer.head_dim, heads.stop * layer.head_dim)
+
+
+def _count(heads: slice) -> int:
+    count: int = heads.stop - heads.start
+    return count

@@ -11,6 +11,7 @@ from asyncllm.models.layers.experts_method import ExpertsMethod, UnquantizedExpe
 from asyncllm.models.layers.linear_method import LinearMethod
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.layers.ops import Ops
+from asyncllm.models.parallel.mesh import ALONE, Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,11 @@ class Build:
     max_model_len: int
     lora: LoRALayers | None = None  # the adapter slots, where adapters are served
     keeps_latents: bool = False
+    mesh: Mesh = ALONE
 
     @property
     def experts_method(self) -> ExpertsMethod:
-        return UnquantizedExpertsMethod(self.dtype, self.device, self.ops)
+        return UnquantizedExpertsMethod(self.dtype, self.device, self.ops, self.mesh.config)
 
     def empty(self, *shape: int) -> torch.Tensor:
         """An uninitialised weight."""

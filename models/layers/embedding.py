@@ -19,16 +19,34 @@ class Embedding:
         self, name: str, vocab_size: int, size: int, build: Build, scale: float = 1.0
     ) -> None:
         self.weight_name = f"{name}.weight"
-        self.weight = build.empty(vocab_size, size)
+        self.mesh, self.vocab_size = build.mesh, vocab_size
+        self.tokens, num_rows = build.mesh.config.vocabulary_share(vocab_size)
+        self.weight = build.empty(num_rows, size)
         self._scale = scale
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int32 or int64 [T] -> [T, size], a new tensor."""
-        vectors = F.embedding(token_ids, self.weight)
+        if self.mesh.config.tp > 1:
+            vectors = self.mesh.reduce(self._own(token_ids))
+        else:
+            vectors = F.embedding(token_ids, self.weight)
         return vectors if self._scale == 1.0 else vectors.mul_(self._scale)
 
+    def _own(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Zeros for the tokens of other ranks."""
+        others = (token_ids < self.tokens.start) | (token_ids >= self.tokens.stop)
+        places = (token_ids - self.tokens.start).masked_fill_(others, 0)
+        return F.embedding(places, self.weight).masked_fill_(others.unsqueeze(1), 0)
+
     def loads(self) -> Iterator[Load]:
-        yield Load(self.weight_name, self.weight)
+        yield self.load_rows(self.weight_name, self.weight)
+
+    def load_rows(self, name: str, weight: torch.Tensor) -> Load:
+        """Of a matrix with a row for each token."""
+        if self.mesh.config.tp == 1:
+            return Load(name, weight)
+        own = weight[: self.tokens.stop - self.tokens.start]
+        return Load(name, own, (self.tokens,), file_shape=(self.vocab_size, weight.shape[1]))
 
 
 class LMHead:
@@ -51,6 +69,7 @@ class LMHead:
         self._tied = tied
         self._scale, self._soft_cap = scale, soft_cap
         self._ops = build.ops
+        self._embedding = embedding
         self.weight = embedding.weight if tied else build.empty(*embedding.weight.shape)
         self.aliases = {self._name: embedding.weight_name} if tied else {}
 
@@ -61,8 +80,10 @@ class LMHead:
             logits.mul_(self._scale)
         if self._soft_cap is not None:
             logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
+        if (mesh := self._embedding.mesh).config.tp > 1:
+            logits = mesh.gather(logits)[:, : self._embedding.vocab_size].contiguous()
         return logits
 
     def loads(self) -> Iterator[Load]:
         if not self._tied:
-            yield Load(self._name, self.weight)
+            yield self._embedding.load_rows(self._name, self.weight)

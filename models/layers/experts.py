@@ -87,6 +87,7 @@ class Experts:
         self._method = build.experts_method
         self.weights = self._method.create_weights(shape)
         self._ops = build.ops
+        self._reduce = build.mesh.reduce if build.mesh.config.tp > 1 else None
 
     def add(self, x: Normed, end: AddRMSNorm) -> Normed:
         """As `MLP.add`."""
@@ -96,6 +97,8 @@ class Experts:
             if self._shared_gate is not None:
                 shared = shared.mul_(self._shared_gate(x).sigmoid())
             out = out.add_(shared)
+        if self._reduce is not None:  # both are summands
+            out = self._reduce(out)
         return end.apply(self._ops, out)
 
     @property

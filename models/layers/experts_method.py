@@ -8,12 +8,33 @@ from typing import Protocol
 
 import torch
 
+from asyncllm.errors import ModelLoadError
+from asyncllm.mesh_config import MeshConfig
 from asyncllm.models.base import Load
 from asyncllm.models.layers.linear_method import Weights
 from asyncllm.models.layers.ops import SILU, Activation, ExpertWeights, Normed, Ops, Routed
 
-# (name of the experts in the checkpoint, their weights) -> all that fills them
-LoadExperts = Callable[[str, ExpertWeights], Iterator[Load]]
+GROUPED_ROW_BYTES = 16  # of which torch's grouped product wants rows to be a multiple
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsShare:
+    """The part of a layer's experts that one rank has: some of them, or of each a range of its
+    inner size; then the ranks' sums are summed, and only one of them `has_down_bias`."""
+
+    num_experts: int  # in the checkpoint
+    experts: slice
+    full_size: int
+    size: slice
+    has_down_bias: bool
+
+    @property
+    def is_whole(self) -> bool:
+        return (self.experts, self.size) == (slice(0, self.num_experts), slice(0, self.full_size))
+
+
+# (name of the experts in the checkpoint, this rank's weights, its share) -> all that fills them
+LoadExperts = Callable[[str, ExpertWeights, ExpertsShare], Iterator[Load]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +47,16 @@ class ExpertsShape:
     load: LoadExperts
     bias: bool = False
     activation: Activation = SILU
+
+    def share(self, mesh: MeshConfig) -> ExpertsShare:
+        """Raises `ModelLoadError` where the ranks cannot divide them."""
+        experts, size, has_down_bias = slice(0, self.num_experts), slice(0, self.size), True
+        if mesh.by_expert:
+            experts = mesh.share(self.num_experts, "the number of experts")
+        else:
+            size = mesh.share(self.size, "the size of an expert")
+            has_down_bias = mesh.rank == 0
+        return ExpertsShare(self.num_experts, experts, self.size, size, has_down_bias)
 
 
 class ExpertsMethod(Protocol):
@@ -57,20 +88,31 @@ class UnquantizedExpertsMethod:
     dtype: torch.dtype
     device: torch.device
     ops: Ops
+    mesh: MeshConfig
 
     def create_weights(self, shape: ExpertsShape) -> Weights:
-        experts, hidden, size = shape.num_experts, shape.hidden_size, shape.size
-        sizes = {"gate_up": (experts, 2 * size, hidden), "down": (experts, hidden, size)}
+        share, hidden = shape.share(self.mesh), shape.hidden_size
+        experts, size = (part.stop - part.start for part in (share.experts, share.size))
+        if size != shape.size and size * self.dtype.itemsize % GROUPED_ROW_BYTES:
+            raise ModelLoadError(
+                f"tensor_parallel_size {self.mesh.tp} makes experts of size {shape.size} rows of "
+                f"{size}, which are no multiple of {GROUPED_ROW_BYTES} bytes"
+            )
+        sizes: dict[str, tuple[int, ...]] = {
+            "gate_up": (experts, 2 * size, hidden),
+            "down": (experts, hidden, size),
+        }
         if shape.bias:
-            biases = {"gate_up_bias": (experts, 2 * size), "down_bias": (experts, hidden)}
-            sizes |= biases  # type: ignore[arg-type]
+            sizes["gate_up_bias"] = experts, 2 * size
+        if shape.bias and share.has_down_bias:
+            sizes["down_bias"] = experts, hidden
         return {
             name: torch.empty(each, dtype=self.dtype, device=self.device)
             for name, each in sizes.items()
         }
 
     def loads(self, name: str, shape: ExpertsShape, weights: Weights) -> Iterator[Load]:
-        return shape.load(name, _record(shape, weights))
+        return shape.load(name, _record(shape, weights), shape.share(self.mesh))
 
     def finish(self, weights: Weights) -> None:
         """They are used as they were read."""
@@ -78,6 +120,8 @@ class UnquantizedExpertsMethod:
     def apply(
         self, shape: ExpertsShape, weights: Weights, x: Normed, routed: Routed
     ) -> torch.Tensor:
+        if self.mesh.by_expert:
+            routed = _own(routed, shape.share(self.mesh).experts)
         return self.ops.experts(x, _record(shape, weights), routed)
 
 
@@ -86,16 +130,34 @@ def _record(shape: ExpertsShape, weights: Weights) -> ExpertWeights:
     return ExpertWeights(weights["gate_up"], weights["down"], *biases, shape.activation)
 
 
+def _own(routed: Routed, experts: slice) -> Routed:
+    """By their places on this rank. Others count nothing; which they become is spread, so that no
+    expert gets them all."""
+    ids, num_own = routed.ids - experts.start, experts.stop - experts.start
+    is_own = (ids >= 0) & (ids < num_own)
+    return Routed(ids.remainder(num_own), routed.gates.masked_fill(~is_own, 0))
+
+
 def load_each(gate: str, up: str, down: str) -> LoadExperts:
     """A tensor for each expert and product: name.expert.gate.weight and so on."""
 
-    def load(name: str, weights: ExpertWeights) -> Iterator[Load]:
-        for expert, (gate_up, down_view) in enumerate(
-            zip(weights.gate_up, weights.down, strict=True)
-        ):
-            gate_view, up_view = gate_up.chunk(2)
-            views = {gate: gate_view, up: up_view, down: down_view}
-            for part, view in views.items():
-                yield Load(f"{name}.{expert}.{part}.weight", view)
+    def load(name: str, weights: ExpertWeights, share: ExpertsShare) -> Iterator[Load]:
+        hidden = weights.down.shape[1]
+        wide, narrow = (share.full_size, hidden), (hidden, share.full_size)
+        rows: tuple[slice, ...] = ()
+        columns: tuple[slice, ...] = ()
+        if not share.is_whole:
+            rows, columns = (share.size,), (slice(None), share.size)
+        own = range(share.num_experts)[share.experts]
+        for place, expert in enumerate(own):
+            gate_view, up_view = weights.gate_up[place].chunk(2)
+            at = f"{name}.{expert}"
+            yield Load(f"{at}.{gate}.weight", gate_view, rows, file_shape=wide)
+            yield Load(f"{at}.{up}.weight", up_view, rows, file_shape=wide)
+            yield Load(f"{at}.{down}.weight", weights.down[place], columns, file_shape=narrow)
+        for expert in set(range(share.num_experts)) - {*own}:  # known, and not read
+            for part, shape in ((gate, wide), (up, wide), (down, narrow)):
+                nothing = weights.down.new_empty(0, shape[1])
+                yield Load(f"{name}.{expert}.{part}.weight", nothing, (slice(0),), file_shape=shape)
 
     return load

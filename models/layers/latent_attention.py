@@ -61,6 +61,12 @@ class LatentAttention:
     ) -> None:
         self._spec = spec
         heads, qk_dim = layer.num_heads, spec.plain_dim + spec.rotary_dim
+        own = build.mesh.config.share(heads, "num_attention_heads")
+        made_dim = spec.plain_dim + spec.v_dim  # of a head's keys and values
+
+        def rows(part: str, dim: int) -> dict[str, tuple[slice, ...]]:
+            return {part: (slice(own.start * dim, own.stop * dim),)}
+
         order = spec.order.entries()
         one_q = torch.cat((torch.arange(spec.plain_dim), spec.plain_dim + order))
         q_rows = (torch.arange(heads).unsqueeze(1) * qk_dim + one_q).flatten()
@@ -73,17 +79,24 @@ class LatentAttention:
             q_in = spec.q_rank
             self._q_a = Linear(name, {"q_a_proj": q_in}, hidden_size, spec.bias, build)
             self._q_norm = RMSNorm(f"{name}.q_a_layernorm", q_in, NORM_EPS, build)
-        self._q = Linear(name, {q_part: heads * qk_dim}, q_in, False, build)
+        q_rows_here = rows(q_part, qk_dim)
+        self._q = Linear(name, {q_part: heads * qk_dim}, q_in, False, build, rows=q_rows_here)
         self._q.reorder({f"{name}.{q_part}": q_rows})
         kv_part, latent_size = "kv_a_proj_with_mqa", spec.kv_rank + spec.rotary_dim
         self._kv_a = Linear(name, {kv_part: latent_size}, hidden_size, spec.bias, build)
         self._kv_a.reorder({f"{name}.{kv_part}": kv_rows})
         self._kv_norm = RMSNorm(f"{name}.kv_a_layernorm", spec.kv_rank, NORM_EPS, build)
-        kv_size = heads * (spec.plain_dim + spec.v_dim)
-        self._kv_b = Linear(name, {"kv_b_proj": kv_size}, spec.kv_rank, False, build)
-        out = {"o_proj": hidden_size}
-        self._o = Linear(name, out, heads * spec.v_dim, spec.bias, build)
-        self.layer = replace(layer, num_kv_heads=heads, head_dim=_page_dim(qk_dim, build))
+        kv_parts, kv_rows_here = {"kv_b_proj": heads * made_dim}, rows("kv_b_proj", made_dim)
+        self._kv_b = Linear(name, kv_parts, spec.kv_rank, False, build, rows=kv_rows_here)
+        out, columns = {"o_proj": hidden_size}, slice(own.start * spec.v_dim, own.stop * spec.v_dim)
+        self._o = Linear(name, out, heads * spec.v_dim, spec.bias, build, columns=columns)
+        num_heads = own.stop - own.start
+        self.layer = replace(
+            layer,
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=_page_dim(qk_dim, build),
+        )
         if build.keeps_latents:
             self.layer = replace(
                 layer, num_kv_heads=1, head_dim=latent_size, latent_dim=spec.kv_rank

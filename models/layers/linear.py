@@ -18,18 +18,41 @@ import torch
 from asyncllm.errors import ModelLoadError
 from asyncllm.models.base import Load
 from asyncllm.models.layers.build import Build
-from asyncllm.models.layers.linear_method import LinearShape, UnquantizedLinearMethod
+from asyncllm.models.layers.linear_method import (
+    WHOLE,
+    LinearShape,
+    Shard,
+    UnquantizedLinearMethod,
+)
 from asyncllm.models.layers.ops import Epilogue, Normed, Out
 
 
 class Linear:
-    """`parts`: name below `prefix` -> output features, in the order of the output."""
+    """`parts`: name below `prefix` -> output features, in the order of the output.
+
+    Where ranks share the model each has all of the product, or those `rows`, ranges of each part's
+    output features, or of those `columns`, a range of the input features.
+    """
 
     def __init__(
-        self, prefix: str, parts: Mapping[str, int], in_features: int, bias: bool, build: Build
+        self,
+        prefix: str,
+        parts: Mapping[str, int],
+        in_features: int,
+        bias: bool,
+        build: Build,
+        *,
+        rows: Mapping[str, tuple[slice, ...]] | None = None,
+        columns: slice | None = None,
     ) -> None:
         names = {f"{prefix}.{part}": size for part, size in parts.items()}
-        self._shape = LinearShape(names, in_features, bias)
+        shard, self._reduce = WHOLE, None
+        if build.mesh.config.tp > 1 and columns is not None:
+            shard = Shard(columns=columns, has_bias=build.mesh.config.rank == 0)
+            self._reduce = build.mesh.reduce
+        elif build.mesh.config.tp > 1 and rows is not None:
+            shard = Shard({f"{prefix}.{part}": ranges for part, ranges in rows.items()})
+        self._shape = LinearShape(names, in_features, bias, shard)
         self._method, *others = map(build.method_for, names)
         if any(other is not self._method for other in others):
             raise ModelLoadError(
@@ -38,7 +61,7 @@ class Linear:
         self._ops = build.ops
         self._rows: dict[str, torch.Tensor] = {}
         self.weights = self._method.create_weights(self._shape)
-        self._lora = None if build.lora is None else build.lora.layer(names, in_features)
+        self._lora = None if build.lora is None else build.lora.layer(self._shape)
 
     def reorder(self, rows: Mapping[str, torch.Tensor]) -> None:
         """Of these parts, output i is the checkpoint's output rows[part][i]: int64 on the CPU.
@@ -52,13 +75,16 @@ class Linear:
         self._rows.update(rows)
 
     def __call__(self, x: Normed) -> torch.Tensor:
-        """The product: [T, in_features] -> [T, sum of the parts' features], and its adapters'."""
+        """The product: [T, in_features] -> [T, sum of the parts' features], and its adapters'. Of
+        columns it is this rank's summand."""
         product = self._method.product(self.weights, x)
         return product if self._lora is None else self._lora.add(product, x.values)
 
     def with_epilogue(self, x: Normed, epilogue: Epilogue[Out]) -> Out:
         """The epilogue of the product, by one kernel where the method has one and nothing comes
         between the two."""
+        if self._reduce is not None:
+            return epilogue.apply(self._ops, self._reduce(self(x)))
         if self._lora is None or not self._lora.is_used:
             fused = self._method.fused(self.weights, x, epilogue)
             if fused is not None:
@@ -68,10 +94,16 @@ class Linear:
     def loads(self) -> Iterator[Load]:
         for load in self._method.loads(self._shape, self.weights):
             rows = self._rows.get(load.name.rpartition(".")[0])
-            yield load if rows is None else replace(load, transform=_take(rows))
+            yield load if rows is None else _reordered(load, rows)
 
     def finish_loading(self) -> None:
         self._method.finish(self.weights)
+
+
+def _reordered(load: Load, rows: torch.Tensor) -> Load:
+    """Of a range of outputs: by that range of the order, from anywhere in the tensor."""
+    own = rows[load.part[0]] if load.part else rows
+    return replace(load, part=(), transform=_take(own))
 
 
 def _take(rows: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:

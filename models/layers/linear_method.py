@@ -19,16 +19,71 @@ Weights = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of a product that one rank computes. Either `rows`: of each part the ranges of its
+    output features; or `columns`, a range of the input features: the ranks' products are then
+    summed, and only one of them `has_bias`."""
+
+    rows: Mapping[str, tuple[slice, ...]] | None = None
+    columns: slice | None = None
+    has_bias: bool = True
+
+
+WHOLE = Shard()
+
+
+@dataclass(frozen=True, slots=True)
 class LinearShape:
-    """`parts`: module's name in the checkpoint -> its output features, in the output's order."""
+    """`parts`: module's name in the checkpoint -> its output features, in the output's order.
+
+    These and `in_features` are the checkpoint's; a rank has the `shard` of them.
+    """
 
     parts: Mapping[str, int]
     in_features: int
     bias: bool
+    shard: Shard = WHOLE
+
+    def rows(self, part: str) -> tuple[slice, ...]:
+        """The ranges of a part's output features that are computed here."""
+        return (slice(self.parts[part]),) if self.shard.rows is None else self.shard.rows[part]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Output features of each part here."""
+        return {
+            part: sum(len(range(size)[rows]) for rows in self.rows(part))
+            for part, size in self.parts.items()
+        }
 
     @property
     def out_features(self) -> int:
-        return sum(self.parts.values())
+        return sum(self.sizes.values())
+
+    @property
+    def num_columns(self) -> int:
+        """Input features here."""
+        return len(range(self.in_features)[self.shard.columns or slice(None)])
+
+    @property
+    def has_bias(self) -> bool:
+        return self.bias and self.shard.has_bias
+
+    def loads(
+        self, part: str, suffix: str, view: torch.Tensor, columns: tuple[slice, ...] = ()
+    ) -> Iterator[Load]:
+        """Of a tensor with a row for each of a part's outputs: what is computed here, to `view`."""
+        name = f"{part}.{suffix}"
+        if self.shard.rows is None and not columns:
+            yield Load(name, view)
+            return
+        file_shape = (self.parts[part], *view.shape[1:])
+        if columns:
+            file_shape = self.parts[part], self.in_features
+        ranges = self.rows(part)
+        views = view.split([len(range(self.parts[part])[rows]) for rows in ranges])
+        for rows, its in zip(ranges, views, strict=True):
+            yield Load(name, its, (rows, *columns), file_shape=file_shape)
 
 
 class LinearMethod(Protocol):
@@ -62,18 +117,19 @@ class UnquantizedLinearMethod:
     ops: Ops
 
     def create_weights(self, shape: LinearShape) -> Weights:
-        sizes = {"weight": (shape.out_features, shape.in_features), "bias": (shape.out_features,)}
+        sizes = {"weight": (shape.out_features, shape.num_columns), "bias": (shape.out_features,)}
         return {
             name: torch.empty(size, dtype=self.dtype, device=self.device)
             for name, size in sizes.items()
-            if name != "bias" or shape.bias
+            if name != "bias" or shape.has_bias
         }
 
     def loads(self, shape: LinearShape, weights: Weights) -> Iterator[Load]:
-        for suffix, tensor in weights.items():
-            views = tensor.split(list(shape.parts.values()))
-            for name, view in zip(shape.parts, views, strict=True):
-                yield Load(f"{name}.{suffix}", view)
+        columns = () if shape.shard.columns is None else (shape.shard.columns,)
+        views = weights["weight"].split(list(shape.sizes.values()))
+        for part, view in zip(shape.parts, views, strict=True):
+            yield from shape.loads(part, "weight", view, columns)
+        yield from bias_loads(shape, weights)
 
     def finish(self, weights: Weights) -> None:
         """They are used as they lie in the checkpoint."""
@@ -83,3 +139,15 @@ class UnquantizedLinearMethod:
 
     def fused(self, weights: Weights, x: Normed, epilogue: Epilogue[Out]) -> Out | None:
         return epilogue.fused(self.ops, x, weights["weight"], weights.get("bias"))
+
+
+def bias_loads(shape: LinearShape, weights: Weights) -> Iterator[Load]:
+    """Of the bias, if there is one. A rank that has none of it reads nothing, but knows of it."""
+    if shape.has_bias:
+        views = weights["bias"].split(list(shape.sizes.values()))
+        for part, view in zip(shape.parts, views, strict=True):
+            yield from shape.loads(part, "bias", view)
+    elif shape.bias:
+        nothing = weights["weight"].new_empty(0)
+        for part, size in shape.parts.items():
+            yield Load(f"{part}.bias", nothing, (slice(0),), file_shape=(size,))

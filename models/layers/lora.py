@@ -14,12 +14,13 @@ forward pass that it is about.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import accumulate
 
 import torch
 
 from asyncllm.kernels.records import LoRAWeights as LoRAWeights
+from asyncllm.models.layers.linear_method import LinearShape
 from asyncllm.types import NO_ADAPTER
 
 # (product [T, out], x [T, in], weights, slots int32 [T]): adds each token's to its product, in
@@ -63,9 +64,9 @@ class LoRALayers:
         self.token_slots: torch.Tensor | None = None  # of the forward pass that runs
         self.slots = torch.zeros(1 + num_slots, 0, dtype=dtype, device=device)
 
-    def layer(self, parts: Mapping[str, int], in_features: int) -> LoRALayer:
-        """For a linear layer of these parts: name in the checkpoint -> output features."""
-        layer = LoRALayer(self, parts, in_features)
+    def layer(self, shape: LinearShape) -> LoRALayer:
+        """For a linear layer of this shape."""
+        layer = LoRALayer(self, shape)
         self.layers.append(layer)
         return layer
 
@@ -75,7 +76,7 @@ class LoRALayers:
         self.slots = self.slots.new_zeros(len(self.slots), num_elements)
         views = self.views(self.slots)
         for layer, (a, b) in zip(self.layers, views, strict=True):
-            layer.weights = LoRAWeights(a, b, tuple(layer.parts.values()))
+            layer.weights = LoRAWeights(a, b, tuple(layer.shape.sizes.values()))
 
     def views(self, slots: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """a and b of each layer in memory that is laid out as `slots`: [n, elements]."""
@@ -96,19 +97,24 @@ class LoRALayers:
 
 
 class LoRALayer:
-    """The adapters of one linear layer. Its `weights` are there after `LoRALayers.allocate`."""
+    """The adapters of one linear layer. Its `weights` are there after `LoRALayers.allocate`.
+
+    Where ranks share the layer, a rank's matrices have the rows or columns of its product; so what
+    they add to a summand is a summand, too.
+    """
 
     weights: LoRAWeights
 
-    def __init__(self, owner: LoRALayers, parts: Mapping[str, int], in_features: int) -> None:
+    def __init__(self, owner: LoRALayers, shape: LinearShape) -> None:
         self._owner = owner
-        self.parts = parts
-        rank = owner.max_rank
-        self.shapes = (len(parts) * rank, in_features), (sum(parts.values()), rank)  # of a slot
-        ends = list(accumulate(parts.values()))
+        self.shape = shape
+        sizes, rank = shape.sizes, owner.max_rank
+        # Of a slot.
+        self.shapes = (len(sizes) * rank, shape.num_columns), (shape.out_features, rank)
+        ends = list(accumulate(sizes.values()))
         starts = [0, *ends]
         # Each part's features in the output.
-        self.rows = {name: slice(*row) for name, *row in zip(parts, starts, ends, strict=False)}
+        self.rows = {name: slice(*row) for name, *row in zip(sizes, starts, ends, strict=False)}
 
     @property
     def num_elements(self) -> int:

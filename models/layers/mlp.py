@@ -28,13 +28,17 @@ class MLP:
     def __init__(
         self, name: str, hidden_size: int, intermediate_size: int, spec: MLPSpec, build: Build
     ) -> None:
-        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        size = intermediate_size
+        parts = {"gate_proj": size, "up_proj": size}
+        own = build.mesh.config.share(size, f"the feed-forward's size at {name},")
+        rows: dict[str, tuple[slice, ...]] = {"gate_proj": (own,), "up_proj": (own,)}
         if spec.packed:
-            parts = {"gate_up_proj": 2 * intermediate_size}
+            parts = {"gate_up_proj": 2 * size}
+            rows = {"gate_up_proj": (own, slice(size + own.start, size + own.stop))}
         self._gate = SwiGLU(spec.activation)
-        self.gate_up_proj = Linear(name, parts, hidden_size, spec.bias, build)
+        self.gate_up_proj = Linear(name, parts, hidden_size, spec.bias, build, rows=rows)
         down = {"down_proj": hidden_size}
-        self.down_proj = Linear(name, down, intermediate_size, spec.bias, build)
+        self.down_proj = Linear(name, down, size, spec.bias, build, columns=own)
 
     def add(self, x: Normed, end: AddRMSNorm) -> Normed:
         """x [T, hidden_size]. Adds the feed-forward to the end's residual, and returns its norm."""

@@ -8,7 +8,7 @@ writes the same storage; what a kernel needs besides is made by `finish`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -16,7 +16,7 @@ import torch
 
 from asyncllm.errors import ModelLoadError
 from asyncllm.models.base import Load
-from asyncllm.models.layers.linear_method import LinearShape, Weights
+from asyncllm.models.layers.linear_method import WHOLE, LinearShape, Weights, bias_loads
 from asyncllm.models.layers.ops import Epilogue, Normed, Out
 from asyncllm.models.quantization.scheme import Scheme
 
@@ -82,7 +82,8 @@ class QuantizedLinearMethod:
         return self.reader.scheme
 
     def create_weights(self, shape: LinearShape) -> Weights:
-        scheme, rows, columns = self.scheme, shape.out_features, shape.in_features
+        scheme, rows, columns = self.scheme, shape.out_features, shape.num_columns
+        self._check_columns(shape)
         groups = scheme.num_groups(columns)
         # A scale for a whole row is multiplied to sums; those of groups to weights, in their dtype.
         scale_dtype = torch.float32 if scheme.group is None or scheme.kind == "fp8" else self.dtype
@@ -96,7 +97,7 @@ class QuantizedLinearMethod:
             sizes["order"] = (len(shape.parts), columns), torch.int32
         if scheme.activations == "static":
             sizes["input_scale"] = (len(shape.parts), 1), torch.float32
-        if shape.bias:
+        if shape.has_bias:
             sizes["bias"] = (rows,), self.dtype
         return {
             name: torch.empty(size, dtype=dtype, device=self.device)
@@ -105,15 +106,55 @@ class QuantizedLinearMethod:
 
     def loads(self, shape: LinearShape, weights: Weights) -> Iterator[Load]:
         start = 0
-        for number, (name, rows) in enumerate(shape.parts.items()):
+        for number, (name, rows) in enumerate(shape.sizes.items()):
             own, by_row = slice(number, number + 1), slice(start, start + rows)
             place = {"order": own, "input_scale": own}
-            for source in self.reader.sources(name, rows, shape.in_features):
+            for source in self.reader.sources(name, shape.parts[name], shape.in_features):
+                if shape.shard != WHOLE and source.fields:
+                    source = self._shard(source, shape, name)
                 views = [weights[field][place.get(field, by_row)] for field in source.fields]
                 yield self._load(name, source, views)
-            if shape.bias:
-                yield Load(f"{name}.bias", weights["bias"][by_row])
             start += rows
+        yield from bias_loads(shape, weights)
+
+    def _check_columns(self, shape: LinearShape) -> None:
+        """Raises `ModelLoadError` where ranks cannot divide them."""
+        columns, scheme = shape.shard.columns, self.scheme
+        if columns is None:
+            return
+        (name,) = shape.parts
+        if scheme.has_order:
+            raise ModelLoadError(
+                f"{name}: columns in an order (desc_act, actorder) are not divided over ranks"
+            )
+        unit = max(scheme.group or 1, 8 // scheme.bits)
+        if columns.start % unit or columns.stop % unit:
+            raise ModelLoadError(
+                f"{name}: ranks have {shape.num_columns} of its {shape.in_features} columns each, "
+                f"which groups of {unit} do not divide"
+            )
+
+    def _shard(self, source: Source, shape: LinearShape, name: str) -> Source:
+        """What a rank has of what a whole tensor becomes: the layout of words is the reader's."""
+        scheme, columns, ranges = self.scheme, shape.shard.columns, shape.rows(name)
+
+        def cut(field: str, tensor: torch.Tensor) -> torch.Tensor:
+            if field in ("order", "input_scale"):
+                return tensor
+            if columns is None:
+                return torch.cat([tensor[rows] for rows in ranges])
+            if field == "weight":
+                first, last = (end * scheme.bits // 8 for end in (columns.start, columns.stop))
+                return tensor[:, first:last]
+            if scheme.group is None:
+                return tensor
+            return tensor[:, columns.start // scheme.group : columns.stop // scheme.group]
+
+        def convert(tensor: torch.Tensor) -> list[torch.Tensor]:
+            made = [tensor] if source.convert is None else source.convert(tensor)
+            return [cut(*each) for each in zip(source.fields, made, strict=True)]
+
+        return replace(source, convert=convert)
 
     def _load(self, name: str, source: Source, views: list[torch.Tensor]) -> Load:
         transform = None

@@ -13,7 +13,8 @@ from asyncllm import AsyncLLMEngine, SamplingParams
 from asyncllm.config import EngineArgs
 from asyncllm.engine import engine_steps
 from asyncllm.graphs.sized_graphs import first_sizes, later_sizes
-from asyncllm.worker.worker import CaptureGraph, Worker
+from asyncllm.worker.ranks.messages import CaptureGraph
+from asyncllm.worker.worker import Worker
 from tests.waiting import PATIENCE_SECONDS
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from asyncllm.models.layers.linear_method import LinearShape
 from asyncllm.models.layers.lora import LoRALayers, LoRAWeights, add_lora_torch
 
 NUM_SLOTS = 5
@@ -31,8 +32,8 @@ def case(
     device = torch.device("cuda" if IS_CUDA else "cpu")
     layers = LoRALayers(NUM_SLOTS, rank, dtype, device)
     parts = {f"part{i}": size for i, size in enumerate(sizes)}
-    layers.layer({"other": 24}, 8)  # what lies before it in each slot
-    layer = layers.layer(parts, in_features)
+    layers.layer(LinearShape({"other": 24}, 8, bias=False))  # what lies before it in each slot
+    layer = layers.layer(LinearShape(parts, in_features, bias=False))
     layers.allocate()
     layers.slots.normal_(std=0.1)
     slots = torch.randint(NUM_SLOTS + 1, (num_tokens,), dtype=torch.int32, device=device)

@@ -1,0 +1,45 @@
+"""A process's place among the ranks that share one model, and its share of each size. No torch.
+
+heads of q        equal shares
+heads of k and v  equal shares; of fewer heads than ranks each is had by several ranks
+feed-forward      equal shares of its inner size; experts likewise, or each rank some experts
+vocabulary        equal shares, the last filled up with rows that count for nothing
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncllm.errors import ModelLoadError
+
+
+@dataclass(frozen=True, slots=True)
+class MeshConfig:
+    """tp: ranks that divide every layer. by_expert: they divide experts by number, not by size."""
+
+    tp: int = 1
+    rank: int = 0
+    by_expert: bool = False
+
+    def share(self, size: int, name: str) -> slice:
+        """This rank's part of `size` things. Raises `ModelLoadError` with their name."""
+        if size % self.tp:
+            raise ModelLoadError(f"tensor_parallel_size {self.tp} does not divide {name} {size}")
+        each = size // self.tp
+        return slice(self.rank * each, (self.rank + 1) * each)
+
+    def kv_share(self, num_heads: int) -> slice:
+        """The same of the heads of k and v."""
+        if num_heads >= self.tp:
+            return self.share(num_heads, "num_key_value_heads")
+        if self.tp % num_heads:
+            raise ModelLoadError(
+                f"tensor_parallel_size {self.tp} is no multiple of num_key_value_heads {num_heads}"
+            )
+        head = self.rank * num_heads // self.tp
+        return slice(head, head + 1)
+
+    def vocabulary_share(self, size: int) -> tuple[slice, int]:
+        """The tokens that this rank has, and how many there is room for, on every rank."""
+        each = -(-size // self.tp)
+        return slice(min(self.rank * each, size), min((self.rank + 1) * each, size)), each

@@ -1,0 +1,155 @@
+"""A rank beyond the first: a process that does what rank 0 tells it, and ends with its connection.
+
+reading thread   cuts the socket into messages, answers PING, ends the process at the socket's
+                 end, whatever the main thread waits for
+main thread      does the messages in their order: it is the device's thread, too
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from asyncllm.config import EngineConfig
+from asyncllm.errors import LoRALoadError
+from asyncllm.models.parallel.gloo import GlooMesh, find_store
+from asyncllm.models.parallel.mesh import Mesh
+from asyncllm.worker.ranks.connection import READ_BYTES, Frames
+from asyncllm.worker.ranks.messages import (
+    CaptureGraph,
+    ClearPages,
+    Kind,
+    Message,
+    decode_config,
+    decode_step,
+    encode,
+)
+from asyncllm.worker.worker import Worker
+
+logger = logging.getLogger("asyncllm")
+
+PR_SET_PDEATHSIG = 1
+
+
+class Follower:
+    """`run` returns when it has failed; the process ends by itself when rank 0 is gone."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._messages: SimpleQueue[Message] = SimpleQueue()
+        self._num_done = 0
+        self._mesh: GlooMesh | None = None
+        self._sending = threading.Lock()
+        threading.Thread(target=self._read, name="asyncllm-rank-0", daemon=True).start()
+
+    def run(self) -> None:
+        """Raises whatever ended it."""
+        try:
+            worker = self._start(self._messages.get())
+            self._send(Kind.READY, worker.memory.num_pages)
+            while True:
+                self._do(worker, self._messages.get())
+                self._num_done += 1
+        except BaseException as error:
+            self._send(Kind.FAILED, f"{type(error).__name__}: {error}")
+            raise
+
+    def _start(self, message: Message) -> Worker:
+        kind, settings, rank, address, version, level = message
+        assert kind is Kind.START
+        logging.basicConfig(level=level, format=f"%(levelname)s rank {rank}: %(message)s")
+        if version != torch.__version__:
+            raise ValueError(f"rank 0 has torch {version}, this rank {torch.__version__}")
+        config = decode_config(settings, rank)
+        return Worker(config, connect=lambda: self._connect(config, *address))
+
+    def _connect(self, config: EngineConfig, host: str, port: int) -> Mesh:
+        store = find_store(config.mesh.tp, host, port)
+        self._send(Kind.JOINS)
+        # The address by which rank 0 is reached is one by which this rank is reached.
+        self._mesh = GlooMesh(config.mesh, store, host)
+        return self._mesh
+
+    def _do(self, worker: Worker, message: Message) -> None:
+        match message:
+            case (Kind.STEP, *content):
+                worker.runner.follow(decode_step(content), self._is_masked)
+            case (Kind.CLEAR_PAGES, page_ids):
+                worker.command(ClearPages(page_ids))
+            case (Kind.CAPTURE_GRAPH,):
+                worker.command(CaptureGraph())
+            case (Kind.READ_ADAPTER, str(folder), int(place)):
+                assert worker.adapters is not None
+                try:
+                    worker.adapters.read(Path(folder), place)
+                    self._send(Kind.DONE, "")
+                except LoRALoadError as error:
+                    self._send(Kind.DONE, str(error))
+            case (Kind.LOAD_ADAPTER, int(place), int(slot)):
+                assert worker.adapters is not None
+                asyncio.run(worker.adapters.load(place, slot))
+                self._send(Kind.DONE, "")
+            case (Kind.SYNC, int(num_calls)):
+                worker.drain()
+                own = 0 if self._mesh is None else self._mesh.num_calls
+                same = own == num_calls
+                self._send(Kind.DONE, "" if same else f"{own} calls of the mesh, not {num_calls}")
+            case _:
+                raise ValueError(f"rank 0 said {message!r:.100}")
+
+    def _is_masked(self) -> bool:
+        """Of a step that needs the host, when rank 0 samples it."""
+        match self._messages.get():
+            case (Kind.SAMPLE, bool(is_masked)):
+                self._num_done += 1
+                return is_masked
+            case message:
+                raise ValueError(f"rank 0 said {message!r:.100} amid a step")
+
+    # --- the connection ----------------------------------------------------------------------
+
+    def _send(self, kind: Kind, *content: Any) -> None:
+        with self._sending, contextlib.suppress(OSError):  # whose end ends this process
+            self._socket.sendall(encode(kind, *content))
+
+    def _read(self) -> None:
+        frames = Frames()
+        try:
+            while received := self._socket.recv(READ_BYTES):
+                for message in frames.feed(received):
+                    if message == (Kind.PING,):
+                        calls = 0 if self._mesh is None else self._mesh.num_calls
+                        self._send(Kind.PONG, self._num_done, calls)
+                    else:
+                        self._messages.put(message)
+        except (OSError, ValueError) as error:
+            logger.critical("the connection to rank 0: %s", error)
+        finally:
+            os._exit(0)
+
+
+def end_with_parent() -> None:
+    """Also where the parent is killed while this process cannot run Python."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main() -> None:
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Follower(socket.socket(fileno=int(sys.argv[1]))).run()
+
+
+if __name__ == "__main__":
+    main()

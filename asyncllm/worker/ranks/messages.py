@@ -1,0 +1,198 @@
+"""What rank 0 and another rank say to each other: frames of msgpack, a length before each.
+
+Rank 0 says what is to be done, in the order in which it does it itself; the other side does it in
+that order and answers what asks for an answer. Numbers, texts and arrays of int32 travel, nothing
+that names code; who receives checks the shape of what it gets.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from asyncllm.attention.base import PrefillRows
+from asyncllm.config import EngineConfig
+from asyncllm.mesh_config import MeshConfig
+from asyncllm.model_config import GenerationDefaults, ModelConfig
+from asyncllm.worker.packed_step import (
+    NO_CHANGES,
+    NO_EXTRAS,
+    PackedStep,
+    PromptLogprobs,
+    SamplingExtras,
+    SlotChanges,
+)
+
+LENGTH = struct.Struct("<I")
+MAX_FRAME_BYTES = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class ClearPages:
+    """Zero these pages, after all that was launched before."""
+
+    page_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureGraph:
+    """Capture the next of the graphs that were left for idle moments; blocks for 10 to 20 ms."""
+
+
+# Work beside the steps, in the order of launches and commands. A record of numbers, as a
+# `PackedStep` is: whatever has a share of the model does the same in the same order.
+WorkerCommand = ClearPages | CaptureGraph
+
+
+class Kind(enum.IntEnum):
+    """The first field of a message. From rank 0:"""
+
+    START = 0  # settings, address of the store
+    STEP = 1  # a `PackedStep`
+    SAMPLE = 2  # the rest of a step that needs the host: whether it was sampled by masks
+    CLEAR_PAGES = 3  # page ids
+    CAPTURE_GRAPH = 4
+    READ_ADAPTER = 5  # folder, place
+    LOAD_ADAPTER = 6  # place, slot
+    SYNC = 7
+    PING = 8
+    # To rank 0:
+    JOINS = 9  # it is about to connect its mesh
+    READY = 10  # the number of its pages
+    FAILED = 11  # why; it ends
+    DONE = 12  # READ_ADAPTER, LOAD_ADAPTER, SYNC: an error's text, or ""
+    PONG = 13  # messages done, calls of the mesh done
+
+
+Message = tuple[Any, ...]  # a Kind, and what belongs to it
+
+
+def encode(kind: Kind, *content: Any) -> bytes:
+    """A frame."""
+    body = _ENCODER.encode((int(kind), *content))
+    return LENGTH.pack(len(body)) + body
+
+
+def decode(body: bytes) -> Message:
+    """Raises `ValueError` for what is no message."""
+    try:
+        kind, *content = msgspec.msgpack.decode(body)
+        return Kind(kind), *content
+    except (msgspec.MsgspecError, TypeError) as error:
+        raise ValueError(f"a message of {len(body)} bytes: {error}") from error
+
+
+def _encode_other(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        assert value.dtype == np.int32, f"{value.dtype} does not travel"
+        return value.shape, value.tobytes()
+    raise TypeError(f"{type(value).__name__} does not travel")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_other)
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+def encode_step(step: PackedStep) -> bytes:
+    """Without what only rank 0 needs: how rows are sampled."""
+    prefills = step.prefills
+    return encode(
+        Kind.STEP,
+        step.decode_slots,
+        step.decode_positions,
+        step.sampled_slots,
+        (step.tokens, step.samples, *_columns(prefills)) if step.has_prompts else None,
+        (step.swap_out, step.page_copies, step.swap_in),
+        None if step.changes is NO_CHANGES else (step.changes.records, step.changes.entries),
+        step.features,
+        step.extras.prompt_targets,
+        [(row.first_token, row.num_targets, row.num_top) for row in step.prompt_logprobs],
+        step.needs_host,
+        step.adapters,
+    )
+
+
+def _columns(prefills: PrefillRows) -> tuple[np.ndarray, ...]:
+    return prefills.query_indptr, prefills.kv_lens, prefills.page_indptr, prefills.pages
+
+
+def decode_step(content: list[Any]) -> PackedStep:
+    """Of a STEP's content."""
+    slots, positions, sampled, prompts, moves, changes, features, targets, logprobs, *flags = (
+        content
+    )
+    step = PackedStep(_array(slots), _array(positions), _array(sampled))
+    if prompts is not None:
+        tokens, samples, *columns = map(_array, prompts)
+        step = step._replace(tokens=tokens, samples=samples, prefills=PrefillRows(*columns))
+    swap_out, page_copies, swap_in = (tuple(map(tuple, pairs)) for pairs in moves)
+    needs_host, adapters = flags
+    extras: SamplingExtras[np.ndarray] = NO_EXTRAS
+    if targets is not None:
+        extras = SamplingExtras(prompt_targets=_array(targets))
+    return step._replace(
+        swap_out=swap_out,
+        page_copies=page_copies,
+        swap_in=swap_in,
+        changes=NO_CHANGES if changes is None else SlotChanges(*map(_array_or_none, changes)),
+        features=features,
+        extras=extras,
+        prompt_logprobs=tuple(PromptLogprobs(0, *row) for row in logprobs),
+        needs_host=needs_host,
+        adapters=adapters,
+    )
+
+
+def _array(sent: Any) -> np.ndarray:
+    shape, numbers = sent
+    return np.frombuffer(bytearray(numbers), np.int32).reshape(shape)  # that torch may write to
+
+
+def _array_or_none(sent: Any) -> np.ndarray | None:
+    return None if sent is None else _array(sent)
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+# Of no interest to who only repeats steps; or made here of what is sent.
+_RANK_0 = {"tokenizer_path", "logits_processors", "generation_defaults", "chat_template"}
+_MADE = {"model", "mesh"}
+
+
+def encode_config(config: EngineConfig) -> dict[str, Any]:
+    """A settled one."""
+    model = config.model
+    plain = {f.name for f in fields(EngineConfig)} - _RANK_0 - _MADE
+    return {
+        **{name: getattr(config, name) for name in plain},
+        "model": (str(model.path), model.implementation, model.quantization),
+        "mesh": (config.mesh.tp, config.mesh.by_expert),
+    }
+
+
+def decode_config(sent: dict[str, Any], rank: int) -> EngineConfig:
+    """As rank 0 settled it, so that all do the same. Raises `ModelLoadError`."""
+    (path, implementation, quantization), (tp, by_expert) = sent["model"], sent["mesh"]
+    model = replace(ModelConfig.from_folder(Path(path), implementation), quantization=quantization)
+    rest: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in sent.items()
+        if name not in _MADE
+    }
+    return EngineConfig(
+        model=model,
+        mesh=MeshConfig(tp, rank, by_expert),
+        tokenizer_path=None,
+        logits_processors=(),
+        generation_defaults=GenerationDefaults(),
+        chat_template=None,
+        **rest,
+    )

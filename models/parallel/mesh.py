@@ -1,0 +1,62 @@
+"""What the ranks that share a model say to each other in a step; each call is made by all of them.
+
+`Alone` is the mesh of one rank, and of models without memory, which are built and never run. Models
+ask `config` for their share when they are built, so that one rank's step has no call in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from asyncllm.mesh_config import MeshConfig
+
+
+class Mesh(Protocol):
+    """All ranks call the same methods in the same order, with tensors of the same shapes."""
+
+    @property
+    def config(self) -> MeshConfig: ...
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' tensors, in place; equal to the last bit on all of them."""
+        ...
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, n] -> [rows, ranks * n], in the order of the ranks."""
+        ...
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's tensor, in place."""
+        ...
+
+    def least(self, number: int) -> int:
+        """Of all ranks' numbers. Waits for the device."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    config: MeshConfig = field(default_factory=MeshConfig)
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def least(self, number: int) -> int:
+        return number
+
+    def close(self) -> None:
+        """Nobody is told."""
+
+
+ALONE = Alone()

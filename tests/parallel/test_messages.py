@@ -1,0 +1,97 @@
+"""What is said to another rank comes out as it went in, and what is none is refused."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import msgspec
+import numpy as np
+import pytest
+
+from asyncllm.attention.base import PrefillRows
+from asyncllm.config import EngineArgs
+from asyncllm.mesh_config import MeshConfig
+from asyncllm.worker.packed_step import (
+    Feature,
+    PackedStep,
+    PromptLogprobs,
+    SamplingExtras,
+    SlotChanges,
+)
+from asyncllm.worker.ranks.connection import Frames
+from asyncllm.worker.ranks.messages import (
+    LENGTH,
+    MAX_FRAME_BYTES,
+    Kind,
+    decode_config,
+    decode_step,
+    encode,
+    encode_config,
+    encode_step,
+)
+
+
+def int32(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int32)
+
+
+DECODES = PackedStep(int32(1, 2), int32(7, 8), int32(1, 2), adapters=True)
+MIXED = PackedStep(
+    int32(3),
+    int32(9),
+    int32(3, 4),
+    tokens=np.arange(20, dtype=np.int32).reshape(4, 5),
+    samples=np.arange(6, dtype=np.int32).reshape(3, 2),
+    prefills=PrefillRows(int32(0, 5), int32(5), int32(0, 2), int32(6, 7)[None]),
+    swap_out=((1, 2), (3, 4)),
+    page_copies=((5, 6),),
+    swap_in=((7, 8),),
+    changes=SlotChanges(np.ones((2, 13), np.int32), None),
+    features=Feature.MASK | Feature.LOGPROBS,
+    extras=SamplingExtras(prompt_targets=int32(1, 2, 3)),
+    prompt_logprobs=(PromptLogprobs(0, 1, 3, 2),),
+    needs_host=True,
+)
+
+
+@pytest.mark.parametrize("step", [DECODES, MIXED], ids=["decodes", "mixed"])
+def test_a_step_arrives_as_it_was(step: PackedStep) -> None:
+    (message,) = Frames().feed(encode_step(step))
+    assert message[0] is Kind.STEP
+    arrived = decode_step(list(message[1:]))
+    assert arrived.has_prompts == step.has_prompts and arrived.shape == step.shape
+    assert repr(arrived) == repr(step)
+
+
+def test_frames_come_in_any_pieces() -> None:
+    sent = encode(Kind.CLEAR_PAGES, [1, 2]) + encode(Kind.PING) + encode(Kind.DONE, "why")
+    frames = Frames()
+    found = [message for byte in sent for message in frames.feed(bytes([byte]))]
+    assert found == [(Kind.CLEAR_PAGES, [1, 2]), (Kind.PING,), (Kind.DONE, "why")]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"\xc1", msgspec.msgpack.encode(7), msgspec.msgpack.encode([99])]
+)
+def test_what_is_no_message_is_refused(body: bytes) -> None:
+    with pytest.raises(ValueError):
+        Frames().feed(LENGTH.pack(len(body)) + body)
+
+
+def test_a_frame_has_a_limit() -> None:
+    with pytest.raises(ValueError, match="over"):
+        Frames().feed(LENGTH.pack(MAX_FRAME_BYTES + 1))
+
+
+def test_settings_arrive_as_rank_0_has_them() -> None:
+    args = EngineArgs("tiny", device="cpu", tensor_parallel_size=2, max_num_seqs=7, swap_space=0.5)
+    config = args.create_engine_config()
+    ((_, sent),) = Frames().feed(encode(Kind.START, encode_config(config)))
+    arrived = decode_config(sent, 1)
+    assert arrived.mesh == MeshConfig(2, 1)
+    only_rank_0 = {"mesh", "model", "tokenizer_path", "logits_processors", "chat_template"}
+    for field in fields(config):
+        if field.name not in only_rank_0 | {"generation_defaults"}:
+            assert getattr(arrived, field.name) == getattr(config, field.name), field.name
+    assert arrived.model.path == config.model.path
+    assert arrived.model.hf_config.to_dict() == config.model.hf_config.to_dict()

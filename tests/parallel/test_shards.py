@@ -1,0 +1,151 @@
+"""Models that ranks share give the logits of the same model on one rank, and read no more of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PretrainedConfig
+
+from asyncllm.errors import ModelLoadError
+from asyncllm.mesh_config import MeshConfig
+from asyncllm.model_config import ModelConfig
+from asyncllm.models.base import CausalLM
+from asyncllm.models.layers.torch_ops import TorchOps
+from asyncllm.models.loader import load_weights
+from asyncllm.models.parallel.mesh import Alone, Mesh
+from asyncllm.models.registry import build_model
+from tests.models.dense_sequence import DenseSequence
+from tests.models.quantized_files import FORMATS, write_checkpoint
+from tests.models.tiny_checkpoints import CONFIGS, CPU, VOCAB_SIZE, WINDOW, llama, random_reference
+from tests.parallel.thread_mesh import ThreadMesh, on_ranks
+
+TOLERANCE = 1e-4
+NUM_TOKENS = 24
+WITH_EXPERTS = [name for name, config in CONFIGS.items() if "experts" in str(config.to_dict())]
+# What ranks of a group cannot have a part of, and why.
+REFUSED = {
+    "gptq-order": "columns in an order",
+    "ct-pack-4-order": "columns in an order",
+    "bnb-nf4": "32 of its 64 columns each, which groups of 64 do not divide",
+    "bnb-nf4-nested": "32 of its 64 columns each, which groups of 64 do not divide",
+}
+
+
+def build(folder: Path, mesh: Mesh, keeps_latents: bool = False) -> CausalLM:
+    config = ModelConfig.from_folder(folder)
+    ops = TorchOps()
+    return build_model(
+        config, torch.float32, CPU, ops, WINDOW, keeps_latents=keeps_latents, mesh=mesh
+    )
+
+
+def logits_of(folder: Path, mesh: Mesh, token_ids: torch.Tensor) -> torch.Tensor:
+    """In two chunks and single tokens."""
+    model = build(folder, mesh)
+    load_weights(model, folder, "auto", seed=0, progress=False)
+    sequence = DenseSequence(model, num_prompt_tokens=20)
+    pieces = [token_ids[:13], token_ids[13:20], *token_ids[20:].split(1)]
+    return torch.cat([sequence.logits(piece) for piece in pieces])
+
+
+def expect_equal(folder: Path, num_ranks: int, by_expert: bool = False) -> None:
+    token_ids = torch.arange(NUM_TOKENS) * 41 % VOCAB_SIZE
+    with torch.inference_mode():
+        expected = logits_of(folder, Alone(), token_ids)
+
+    def on_rank(mesh: ThreadMesh) -> torch.Tensor:
+        return logits_of(folder, mesh, token_ids)
+
+    for logits in on_ranks(num_ranks, on_rank, by_expert):
+        torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    with torch.inference_mode():
+        random_reference(CONFIGS[request.param]).save_pretrained(folder)
+    return folder
+
+
+def test_each_family_on_two_ranks(family: Path) -> None:
+    expect_equal(family, 2)
+
+
+def test_each_family_on_four_ranks_some_of_which_have_the_same_kv_head(family: Path) -> None:
+    if family.name.startswith("gpt-oss"):
+        pytest.skip("is refused, below")
+    expect_equal(family, 4)
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_experts_by_number(name: str, tmp_path: Path) -> None:
+    with torch.inference_mode():
+        random_reference(CONFIGS[name]).save_pretrained(tmp_path)
+    expect_equal(tmp_path, 2, by_expert=True)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantised_weights_are_sliced_as_they_are(name: str, tmp_path: Path) -> None:
+    with torch.inference_mode():
+        write_checkpoint(FORMATS[name], tmp_path)
+    if FORMATS[name].activations is not None:
+        pytest.skip("each rank scales its own part of a token: TOLERANCE does not hold")
+    if name in REFUSED:
+        with pytest.raises(ModelLoadError, match=REFUSED[name]):
+            expect_equal(tmp_path, 2)
+        return
+    expect_equal(tmp_path, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "num_ranks", "by_expert", "complaint"),
+    [
+        (llama(), 3, False, "tensor_parallel_size 3 does not divide num_attention_heads 4"),
+        (
+            llama(num_attention_heads=6, num_key_value_heads=3, hidden_size=48),
+            2,
+            False,
+            "tensor_parallel_size 2 does not divide num_key_value_heads 3",
+        ),
+        (
+            llama(num_attention_heads=12, num_key_value_heads=3, hidden_size=48),
+            4,
+            False,
+            "tensor_parallel_size 4 is no multiple of num_key_value_heads 3",
+        ),
+        (
+            llama(intermediate_size=50),
+            4,
+            False,
+            "tensor_parallel_size 4 does not divide the feed-forward's size at .* 50",
+        ),
+        (CONFIGS["gpt-oss"], 4, False, "experts of size 24 rows of 6, which are no multiple of 16"),
+        (CONFIGS["qwen3-moe"], 4, True, "tensor_parallel_size 4 does not divide the number of"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_by_name(
+    config: PretrainedConfig, num_ranks: int, by_expert: bool, complaint: str, tmp_path: Path
+) -> None:
+    with torch.inference_mode():
+        random_reference(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match=complaint):
+        build(tmp_path, Alone(MeshConfig(num_ranks, 0, by_expert)))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gpt-oss", "deepseek-v3"])
+def test_ranks_have_all_of_the_weights_and_no_more(name: str, tmp_path: Path) -> None:
+    """But for norms, routers and latents' projections, which each has whole."""
+    with torch.inference_mode():
+        random_reference(CONFIGS[name]).save_pretrained(tmp_path)
+    whole = {load.name: load.num_bytes for load in build(tmp_path, Alone()).loads()}
+    shares: dict[str, int] = dict.fromkeys(whole, 0)
+    for rank in range(2):
+        for load in build(tmp_path, Alone(MeshConfig(2, rank))).loads():
+            shares[load.name] += load.num_bytes
+    for tensor, num_bytes in shares.items():
+        is_whole = "norm" in tensor or ".gate." in tensor or "_a_proj" in tensor
+        is_whole |= "router" in tensor or "correction_bias" in tensor
+        assert num_bytes == whole[tensor] * (2 if is_whole else 1), tensor

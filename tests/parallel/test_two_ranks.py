@@ -1,0 +1,89 @@
+"""The built-in model on two ranks, each a process: whatever is asked, the answers of one rank."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from asyncllm import AsyncLLMEngine, SamplingParams, StructuredOutputsParams
+from asyncllm.errors import ModelLoadError
+from tests.parallel.engines import SMALL, Ask, answers, expect_same, followers, greedy
+from tests.waiting import run
+
+STORY = "Once upon a time there was a little dog who lived in a big house with"
+ASKS = [
+    Ask(STORY, greedy(24, prompt_logprobs=1)),
+    Ask(STORY, greedy(6)),  # a prefix that is there already, or is computed beside
+    Ask("A cat", SamplingParams(temperature=1.0, seed=7, max_tokens=16, logprobs=1)),
+    Ask("The", SamplingParams(temperature=0.8, seed=3, n=2, max_tokens=9, top_p=0.9)),
+    Ask("The dog", greedy(12, repetition_penalty=1.3, logit_bias={5: 2.0}, min_tokens=4)),
+    Ask(
+        "Answer:",
+        greedy(16, structured_outputs=StructuredOutputsParams(regex=r"(yes|no), [a-z]{3,9}\.")),
+    ),
+    Ask("No", greedy(8, bad_words=["the", " dog"], allowed_token_ids=list(range(100, 900)))),
+]
+
+
+def test_all_that_sampling_knows_in_one_batch() -> None:
+    expected = run(answers("tiny", ASKS))
+    expect_same(run(answers("tiny", ASKS, tensor_parallel_size=2)), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_ahead", [True, False], ids=["ahead", "synchronous"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"chunked_prefill_size": 5, "max_num_batched_tokens": 16},
+        {"num_gpu_blocks_override": 24, "preemption_mode": "swap"},
+        {"num_gpu_blocks_override": 24, "preemption_mode": "recompute"},
+    ],
+    ids=["chunks", "swap", "recompute"],
+)
+def test_chunks_and_preemption(num_ranks: int, is_ahead: bool, args: dict[str, Any]) -> None:
+    """A step behind by a page table or a swapped page would change a token."""
+    args = args | {"max_model_len": 80, "async_scheduling": is_ahead}
+    expected = run(answers("tiny", ASKS, **args))
+    expect_same(run(answers("tiny", ASKS, tensor_parallel_size=num_ranks, **args)), expected)
+
+
+@pytest.mark.slow
+def test_the_second_time_the_prefix_is_cached_on_all_ranks() -> None:
+    async def twice() -> None:
+        asks = [Ask(STORY, greedy(10)), Ask(f"{STORY} her", greedy(10))]
+        expected = await answers("tiny", asks)
+        async with AsyncLLMEngine("tiny", tensor_parallel_size=2, **SMALL) as engine:
+            for _ in range(2):
+                outputs = [await engine.generate(*ask) for ask in asks]
+                expect_same(outputs, expected)
+            assert outputs[0].num_cached_tokens
+
+    run(twice())
+
+
+@pytest.mark.slow
+def test_two_engines_of_ranks_in_one_program() -> None:
+    async def both() -> None:
+        asks = ASKS[:2]
+        expected = await answers("tiny", asks)
+        one = AsyncLLMEngine("tiny", tensor_parallel_size=2, **SMALL)
+        other = AsyncLLMEngine("tiny", tensor_parallel_size=2, **SMALL)
+        async with one, other:
+            assert len(followers()) == 2
+            for engine in (one, other):
+                expect_same(
+                    await asyncio.gather(*(engine.generate(*ask) for ask in asks)), expected
+                )
+        assert not followers()
+
+    run(both())
+
+
+def test_what_cannot_be_divided_starts_no_process() -> None:
+    with pytest.raises(ModelLoadError, match="tensor_parallel_size 3 does not divide num_att"):
+        run(answers("tiny", ASKS, tensor_parallel_size=3))
+    assert not followers()
