@@ -38,6 +38,7 @@ PreemptionMode = Literal["auto", "swap", "recompute"]
 AttentionBackendName = Literal["auto", "torch", "flashinfer", "flash_attn"]
 ContentFormat = Literal["auto", "string", "openai"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+DataParallelBackend = Literal["uni"]
 
 GIB = 1 << 30
 DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -102,6 +103,9 @@ class EngineConfig:
     watchdog_timeout: float
     mesh: MeshConfig  # rank 0's; what runs the other ranks says which each of them is
     distributed_timeout_seconds: float
+    data_parallel_size: int
+    data_parallel_backend: DataParallelBackend
+    data_parallel_rank: int = 0
 
     @cached_property
     def num_slots(self) -> int:
@@ -204,6 +208,10 @@ class EngineArgs:
     distributed_timeout_seconds: float = flag(
         8.0, "until a rank that does not answer, or keeps the others waiting, counts as lost"
     )
+    data_parallel_size: int = flag(
+        1, "engines, each with all of the model; a request runs on one of them", least=1
+    )
+    data_parallel_backend: DataParallelBackend = flag("uni", "uni: all engines in this process")
 
     def create_engine_config(self) -> EngineConfig:
         """Validate and resolve. Raises `ValueError` naming the flag, or `ModelLoadError`."""
@@ -218,6 +226,8 @@ class EngineArgs:
                 f"{model.context_window} tokens"
             )
         device = _resolve_device(self.device)
+        if self.data_parallel_size > 1 and device != "cpu":
+            raise ValueError("data_parallel_size: engines of one process share its one CUDA device")
         max_tokens = self.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS[device]
         resolved: dict[str, Any] = {
             "model": model,
@@ -238,7 +248,10 @@ class EngineArgs:
                 self.generation_config, path, self.override_generation_config
             ),
         }
-        rest = {f.name for f in fields(EngineConfig)} - resolved.keys()  # as they were given
+        given = {f.name for f in fields(EngineArgs)}
+        rest = {
+            f.name for f in fields(EngineConfig)
+        } & given - resolved.keys()  # as they were given
         return EngineConfig(**resolved, **{name: getattr(self, name) for name in rest})
 
     def _mesh(self, device: str) -> MeshConfig:

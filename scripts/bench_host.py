@@ -41,7 +41,7 @@ from simulated_worker import SimulatedWorker, running_server
 from tqdm import tqdm
 
 from asyncllm.config import EngineArgs
-from asyncllm.engine import engine_core
+from asyncllm.engine import core_loader
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.server.http.sse import SSEStream
@@ -135,8 +135,9 @@ async def measure(args: argparse.Namespace, num_streams: int) -> dict[str, Any]:
 async def _with_clients(
     engine: AsyncLLMEngine, service: Service, port: int, args: argparse.Namespace, num_streams: int
 ) -> dict[str, Any]:
-    meter = Meter()
-    meter.watch(engine._running(), service)
+    meter, core = Meter(), engine._running()
+    assert isinstance(core, EngineCore)
+    meter.watch(core, service)
     loop = asyncio.get_running_loop()
     lag, _ = await loop.create_datagram_endpoint(lambda: LagProbe(meter), ("127.0.0.1", 0))
     max_tokens = args.answer_tokens or MAX_TOKENS
@@ -259,7 +260,7 @@ def main() -> None:
     SimulatedWorker.step_s = args.device_ms / 1e3
     if args.prefill_ms is not None:
         SimulatedWorker.prefill_step_s = args.prefill_ms / 1e3
-    engine_core.Worker = SimulatedWorker  # type: ignore[assignment, attr-defined]
+    core_loader.Worker = SimulatedWorker  # type: ignore[assignment, attr-defined]
     rows = [
         uvloop.run(measure(args, num_streams))
         for num_streams in tqdm(args.streams, desc="streams", leave=False)

@@ -24,6 +24,7 @@ from asyncllm.commands.flag_groups import GROUPS, OTHER
 SHORT = {
     "quantization": ("-q",),
     "tensor_parallel_size": ("-tp",),
+    "data_parallel_size": ("-dp",),
     "enable_expert_parallel": ("-ep",),
 }
 _MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}

@@ -25,7 +25,6 @@ REMOTE_CODE = "trust-remote-code"
 # The short names of those that a command line is likely to have.
 SHORT = {
     "-pp": "pipeline-parallel-size",
-    "-dp": "data-parallel-size",
     "-asc": "api-server-count",
     "-cc": "compilation-config",
     "-ac": "attention-config",
@@ -40,7 +39,7 @@ ROWS: tuple[tuple[Status, str, str], ...] = (
         """),
     ("accepted", "one process: there is nothing to choose", """
         api-server-count=1 renderer-num-workers=1 distributed-executor-backend=uni,mp
-        nnodes=1 node-rank=0 data-parallel-backend=mp max-parallel-loading-workers=*
+        nnodes=1 node-rank=0 max-parallel-loading-workers=*
         disable-custom-all-reduce?* disable-nccl-for-dp-synchronization?*
         cpu-distributed-timeout-seconds=* headless?
         """),
@@ -71,8 +70,8 @@ ROWS: tuple[tuple[Status, str, str], ...] = (
     ("other name", "--log-level and --log-format", "log-config-file"),
     ("other name", "the environment's HF_TOKEN", "hf-token"),
     ("other name", "--tokenizer ORG/NAME@REVISION", "tokenizer-revision"),
-    ("not yet", "GPUs are divided by --tensor-parallel-size alone", """
-        pipeline-parallel-size=1 data-parallel-size=1
+    ("not yet", "GPUs are divided by --tensor-parallel-size and --data-parallel-size alone", """
+        pipeline-parallel-size=1
         data-parallel-size-local=1 prefill-context-parallel-size=1 decode-context-parallel-size=1
         all2all-backend cp-kv-cache-interleave-size=1
         dcp-kv-cache-interleave-size=1 dcp-comm-backend device-ids+ data-parallel-address

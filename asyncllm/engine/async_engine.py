@@ -1,7 +1,8 @@
 """The engine's public face inside an asyncio application; `EngineCore` does the work.
 
-One process, one event loop: every method is called on the loop that ran `start`. It starts no
-process, installs no signal handler, and after `aclose` leaves no thread and no device memory.
+One event loop: every method is called on the loop that ran `start`. It installs no signal handler,
+starts no process unless `data_parallel_size` asks for several, and after `aclose` leaves no
+process, no thread and no device memory.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Self
 
 from asyncllm.config import EngineArgs, EngineConfig
-from asyncllm.engine.engine_core import CoreLoader, EngineCore
-from asyncllm.engine.generation import Arrival, Arrivals, Generation
+from asyncllm.engine.core import Core, Replica
+from asyncllm.engine.core_loader import CoreLoader
+from asyncllm.engine.data_parallel.loader import GroupLoader
+from asyncllm.engine.generation import Arrival, Arrivals, Generation, Submission
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.recorder import TIMELINE_STEPS, Recorder
@@ -27,7 +30,6 @@ from asyncllm.errors import EngineDeadError, EngineNotStartedError
 from asyncllm.lora import LoRARequest
 from asyncllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from asyncllm.sampling_params import BeamSearchParams, SamplingParams
-from asyncllm.worker.work_counts import WorkCounts
 
 
 class AsyncLLMEngine:
@@ -51,8 +53,9 @@ class AsyncLLMEngine:
         self._request_ids = itertools.count()
         self._arrivals: Arrivals = Arrivals()
         self._starting = asyncio.Lock()
-        self._loader = CoreLoader(self.config)
-        self._core: EngineCore | None = None
+        loads = CoreLoader if self.config.data_parallel_size == 1 else GroupLoader
+        self._loader = loads(self.config, self.recorder, self.stat_loggers)
+        self._core: Core | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # of the core
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
@@ -73,9 +76,7 @@ class AsyncLLMEngine:
             if self._closed:
                 raise EngineDeadError("the engine is closed")
             if self._core is None:
-                self._core = await self._loader.load(
-                    self.recorder, self.stat_loggers, progress=self.show_progress
-                )
+                self._core = await self._loader.load(progress=self.show_progress)
                 self._loop = asyncio.get_running_loop()
 
     async def aclose(self) -> None:
@@ -130,7 +131,11 @@ class AsyncLLMEngine:
         name = request_id if request_id is not None else f"gen-{next(self._request_ids)}"
         arrival = self._arrivals.setdefault(name, Arrival(name, self._arrivals))
         submit = partial(
-            self._submit, arrival, prompt, sampling_params, True, priority, cache_salt, lora_request
+            self._start_and_submit,
+            *(arrival, prompt, sampling_params),
+            priority=priority,
+            cache_salt=cache_salt,
+            lora_request=lora_request,
         )
         kind = (sampling_params or SamplingParams()).output_kind
         return Generation(submit, partial(self.abort, name), kind)
@@ -176,48 +181,29 @@ class AsyncLLMEngine:
         Raises as `generate`; a refused request owns nothing.
         """
         arrival = self._arrivals.setdefault(request_id, Arrival(request_id, self._arrivals))
-        await self._submit(
-            arrival, prompt, params, False, priority, cache_salt, lora_request, sink, text_sink
+        core = self._on_its_loop()
+        given = Submission(
+            arrival, prompt, params, sink, text_sink, priority, cache_salt, lora_request
         )
+        if not await arrival.run(core.submit(given)):
+            sink(_aborted_output(given))
 
-    async def _submit(
+    async def _start_and_submit(
         self,
         arrival: Arrival,
         prompt: PromptInput,
         params: SamplingParams | None,  # None: the model's defaults, known once it is loaded
-        starts: bool,
-        priority: int,
-        cache_salt: str | None,
-        lora_request: LoRARequest | None,
         sink: Sink,
-        text_sink: TextSink | None = None,
+        **options: Any,
     ) -> None:
-        request_id = arrival.request_id
+        given = Submission(arrival, prompt, params, sink, **options)
 
-        async def queue() -> None:
-            if starts:
-                await self.start()
-            core = self._open(request_id)
-            given = params or core.input_processor.default_params({})
-            request = await core.input_processor.process(
-                request_id, prompt, given, time.monotonic(), priority, cache_salt
-            )
-            adapter, receive, is_added = None, sink, False
-            if lora_request is not None:
-                adapter = await core.acquire_adapter(lora_request)
-                request.use_adapter(adapter.slot, adapter.content)
-                receive = core.lora.releasing(adapter, sink)
-            try:
-                if not arrival.is_aborted:  # and what may have changed while this was prepared
-                    core = self._open(request_id, len(request.prompt_token_ids))
-                    core.add(request, receive, text_sink)
-                    is_added = True
-            finally:
-                if adapter is not None and not is_added:
-                    core.lora.release(adapter)
+        async def submit() -> None:
+            await self.start()
+            await self._on_its_loop().submit(given)
 
-        if not await arrival.run(queue()):
-            sink(_aborted_output(request_id, prompt, params or SamplingParams()))
+        if not await arrival.run(submit()):
+            sink(_aborted_output(given))
 
     def abort(self, request_id: str | Iterable[str], cause: AbortCause = "application") -> None:
         """End requests at once, wherever they are; unknown ids are ignored. Counted by `cause`."""
@@ -225,8 +211,8 @@ class AsyncLLMEngine:
             if (arrival := self._arrivals.pop(name, None)) is not None:
                 arrival.abort()
                 self.recorder.aborts[cause] += 1
-            if self._core is not None and self._core.live.abort(name, cause):
-                self._core.steps.record(None)
+            if self._core is not None:
+                self._core.abort(name, cause)
 
     # --- adapters ----------------------------------------------------------------------------
 
@@ -272,28 +258,12 @@ class AsyncLLMEngine:
     @property
     def max_model_len(self) -> int:
         """The context window in tokens, settled by `start`."""
-        return self._running().worker.memory.max_model_len
+        return self.input_processor.max_model_len
 
     @property
     def startup(self) -> dict[str, Any]:
         """The settings that the start found, and its phases in seconds."""
-        core = self._running()
-        worker = core.worker
-        return {
-            "model": str(self.config.model.path),
-            "architecture": self.config.model.architecture,
-            "device": self.config.device,
-            "dtype": self.config.dtype,
-            "attention_backend": worker.backend_name,
-            "max_model_len": worker.memory.max_model_len,
-            "prefill_chunk_tokens": core.chunk_policy.chunk_tokens,
-            "kv_pages": worker.memory.num_pages,
-            "host_pages": worker.memory.num_host_pages,
-            "decode_graphs": worker.num_graphs,
-            "decode_graphs_to_follow": worker.num_pending_graphs,
-            "decode_kernels": worker.decode_kernels or None,
-            "seconds": {name: round(seconds, 3) for name, seconds in worker.phases.items()},
-        }
+        return self._running().startup
 
     def health(self) -> str | None:
         """None when requests are served, else why not."""
@@ -301,58 +271,49 @@ class AsyncLLMEngine:
             return "closed"
         if self._core is None:
             return "loading"
-        return self._core.dead or self._core.watchdog.stalled
+        return self._core.health()
 
     async def wait_failed(self) -> str:
         """Until the engine, once started, has failed for good; why."""
         return await asyncio.shield(self._running().failed)
 
     def stats(self) -> SchedulerStats:
-        return self._running().live.scheduler.stats()
+        return self._running().stats()
 
     def snapshot(self, last_steps: int = TIMELINE_STEPS) -> Snapshot:
         """Queues, pages, rates, latencies and the last steps, for a live view. Cheap; no HTTP.
 
         Call it on the loop. Raises `EngineDeadError` before the start and after the end.
         """
-        core = self._running()
-        core.steps.observe()  # an answer that has been given is in it
-        scheduler = core.live.scheduler
-        return take_snapshot(self.recorder, scheduler.stats(), scheduler.blocks, last_steps)
+        return take_snapshot(self.replicas, last_steps)
 
     @property
-    def work(self) -> WorkCounts:
-        """How the steps were run, running totals."""
-        return self._running().worker.work
+    def replicas(self) -> Sequence[Replica]:
+        """The engines behind this one, in the order of their ranks: itself, or several."""
+        return self._running().replicas
 
     def check_integrity(self) -> None:
         """Assert the invariants of pages, slots and queues; for tests and debugging."""
-        self._running().live.scheduler.check_integrity()
+        self._running().check_integrity()
 
     def check_idle(self) -> None:
         """Assert that nothing is left of any request."""
         assert not self._arrivals, "a request is on its way"
-        self._running().live.check_empty()
+        self._running().check_idle()
 
     def reset_prefix_cache(self) -> None:
-        self._running().live.scheduler.blocks.reset_prefix_cache()
+        self._running().reset_prefix_cache()
 
-    def _open(self, request_id: str, num_tokens: int = 0) -> EngineCore:
-        """Raises `EngineDeadError`, `EngineNotStartedError`, `QueueFullError`."""
-        core = self._core
-        if core is None:
-            return self._running()
+    def _on_its_loop(self) -> Core:
+        core = self._core or self._running()
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError(
                 "the engine runs on another event loop: from this thread call "
                 "asyncio.run_coroutine_threadsafe(coroutine, the loop that ran start)"
             )
-        if core.dead is not None:
-            raise EngineDeadError(core.dead)
-        core.live.check_room(request_id, num_tokens)
         return core
 
-    def _running(self) -> EngineCore:
+    def _running(self) -> Core:
         if self._core is None:
             if self._closed:
                 raise EngineDeadError("the engine is closed")
@@ -366,10 +327,10 @@ def check_sampling_params(params: object) -> None:
         raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
 
 
-def _aborted_output(request_id: str, prompt: PromptInput, params: SamplingParams) -> RequestOutput:
+def _aborted_output(given: Submission) -> RequestOutput:
     """The end of a request that was aborted before anybody knew its token ids."""
-    text = prompt if isinstance(prompt, str) else None
-    now = time.monotonic()
+    text = given.prompt if isinstance(given.prompt, str) else None
+    now, params = time.monotonic(), given.params or SamplingParams()
     answers = [CompletionOutput(i, "", [], finish_reason="abort") for i in range(params.n)]
     metrics = RequestMetrics(arrival_time=now, finished_time=now)
-    return RequestOutput(request_id, text, [], None, answers, True, metrics)
+    return RequestOutput(given.arrival.request_id, text, [], None, answers, True, metrics)

@@ -1,4 +1,4 @@
-"""A started engine: its parts, the task that runs the steps, and how it is loaded.
+"""A started engine: its parts, the task that runs the steps, and what may be asked of it.
 
     AsyncLLMEngine -> InputProcessor -> Scheduler -> Worker -> Scheduler -> OutputProcessor -> sink
 
@@ -11,34 +11,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
-from contextlib import suppress
+import time
 from functools import partial
 from itertools import islice
+from typing import Any
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.adapters import Adapter, AdapterManager
 from asyncllm.engine.beam_search import BeamSearchClient
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
+from asyncllm.engine.core import Replica
 from asyncllm.engine.engine_steps import EngineSteps
+from asyncllm.engine.generation import Submission
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.pipeline import run_ahead, run_synchronous
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.scheduler import Scheduler
-from asyncllm.engine.stats import SchedulerStats, StatLogger
-from asyncllm.engine.text.tokenizer import Tokenizer
+from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
 from asyncllm.engine.watchdog import Watchdog
-from asyncllm.errors import InvalidRequestError, LoRALoadError, ModelLoadError
+from asyncllm.errors import EngineDeadError, InvalidRequestError, LoRALoadError
 from asyncllm.host import in_own_thread
 from asyncllm.lora import LoRARequest
-from asyncllm.models.registry import settle
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import Request
-from asyncllm.worker.ranks.group import WorkerGroup
+from asyncllm.worker.work_counts import WorkCounts
 from asyncllm.worker.worker import Worker
 
 logger = logging.getLogger("asyncllm")
@@ -57,6 +56,7 @@ class EngineCore:
     ) -> None:
         self.worker = worker
         self.input_processor = input_processor
+        self.recorder = recorder
         self._config = config
         self.chunk_policy = ChunkPolicy.choose(
             config.chunked_prefill_size, worker.step_cost, worker.prefill_graph_sizes
@@ -92,6 +92,39 @@ class EngineCore:
 
     # --- requests ----------------------------------------------------------------------------
 
+    async def submit(self, given: Submission) -> None:
+        """Validate, tokenise and queue a request, unless it was aborted meanwhile; a refused one
+        owns nothing. Raises `InvalidRequestError`, `QueueFullError`, `EngineDeadError`."""
+        request_id = given.arrival.request_id
+        self._check_open(request_id)
+        request = await self.input_processor.process(
+            request_id,
+            given.prompt,
+            given.params or self.input_processor.default_params({}),
+            time.monotonic(),
+            given.priority,
+            given.cache_salt,
+        )
+        adapter, receive, is_added = None, given.sink, False
+        if given.lora_request is not None:
+            adapter = await self._acquire_adapter(given.lora_request)
+            request.use_adapter(adapter.slot, adapter.content)
+            receive = self.lora.releasing(adapter, given.sink)
+        try:
+            if not given.arrival.is_aborted:  # and what may have changed while this was prepared
+                self._check_open(request_id, len(request.prompt_token_ids))
+                self.add(request, receive, given.text_sink)
+                is_added = True
+        finally:
+            if adapter is not None and not is_added:
+                self.lora.release(adapter)
+
+    def _check_open(self, request_id: str, num_tokens: int = 0) -> None:
+        """Raises `EngineDeadError`, `QueueFullError`."""
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+        self.live.check_room(request_id, num_tokens)
+
     def add(self, request: Request, sink: Sink, text_sink: TextSink | None) -> None:
         """Raises `InvalidRequestError`, also for the id of one that is live."""
         params = request.sampling_params
@@ -121,7 +154,11 @@ class EngineCore:
             )
         return found
 
-    async def acquire_adapter(self, wanted: LoRARequest) -> Adapter:
+    def abort(self, request_id: str, cause: AbortCause) -> None:
+        if self.live.abort(request_id, cause):
+            self.steps.record(None)
+
+    async def _acquire_adapter(self, wanted: LoRARequest) -> Adapter:
         """In a slot of the model, until it is released. Raises `InvalidRequestError`."""
         try:
             return await self.lora.acquire(wanted)
@@ -134,6 +171,60 @@ class EngineCore:
         if self.adapters is None:
             raise InvalidRequestError("this engine was started without enable_lora", "lora_request")
         return self.adapters
+
+    # --- views -------------------------------------------------------------------------------
+
+    @property
+    def startup(self) -> dict[str, Any]:
+        """The settings that the start found, and its phases in seconds."""
+        config, worker = self._config, self.worker
+        return {
+            "model": str(config.model.path),
+            "architecture": config.model.architecture,
+            "device": config.device,
+            "dtype": config.dtype,
+            "attention_backend": worker.backend_name,
+            "max_model_len": worker.memory.max_model_len,
+            "prefill_chunk_tokens": self.chunk_policy.chunk_tokens,
+            "kv_pages": worker.memory.num_pages,
+            "host_pages": worker.memory.num_host_pages,
+            "decode_graphs": worker.num_graphs,
+            "decode_graphs_to_follow": worker.num_pending_graphs,
+            "decode_kernels": worker.decode_kernels or None,
+            "seconds": {name: round(seconds, 3) for name, seconds in worker.phases.items()},
+        }
+
+    def health(self) -> str | None:
+        """None when requests are served, else why not."""
+        return self.dead or self.watchdog.stalled
+
+    def stats(self) -> SchedulerStats:
+        return self.live.scheduler.stats()
+
+    def picture(self, pages_per_cell: int) -> str:
+        """The pages, a letter for so many: see `Pages`."""
+        return self.live.scheduler.blocks.device.picture(pages_per_cell)
+
+    def observe(self) -> None:
+        """Let the recorder know of every answer that has been given."""
+        self.steps.observe()
+
+    @property
+    def work(self) -> WorkCounts:
+        return self.worker.work
+
+    @property
+    def replicas(self) -> tuple[Replica, ...]:
+        return (self,)
+
+    def check_integrity(self) -> None:
+        self.live.scheduler.check_integrity()
+
+    def check_idle(self) -> None:
+        self.live.check_empty()
+
+    def reset_prefix_cache(self) -> None:
+        self.live.scheduler.blocks.reset_prefix_cache()
 
     # --- its task ----------------------------------------------------------------------------
 
@@ -206,98 +297,3 @@ class EngineCore:
         self.watchdog.close()
         await self.steps.close()
         await in_own_thread(self.worker.close)
-
-
-class CoreLoader:
-    """Starts a worker and a tokenizer, side by side in threads, and the core over both.
-
-    Imports and tokenizers both keep the GIL, and the worker takes longer: the tokenizer waits for
-    its imports, and loads while it waits for the device, the disk and compilers.
-
-    A model cannot be stopped while it loads. Where the caller is cancelled, the thread goes on to
-    the end and then closes the worker itself, so that its threads and its device memory are given
-    back even if the loop has ended by then. One load at a time; the caller sees to that.
-    """
-
-    def __init__(self, config: EngineConfig) -> None:
-        self._config = config
-        self._thread: ThreadPoolExecutor | None = None  # of the last worker
-
-    async def load(
-        self, recorder: Recorder, stat_loggers: list[StatLogger], *, progress: bool
-    ) -> EngineCore:
-        """Raises `ValueError` or `ModelLoadError` for what cannot run."""
-        config = self._config
-        imported: Future[None] = Future()
-        text = asyncio.create_task(in_own_thread(_load_text, config, imported))
-        try:
-            worker = await self._load_worker(progress, imported)
-        except BaseException:
-            imported.cancel()
-            text.cancel()
-            await asyncio.gather(text, return_exceptions=True)
-            raise
-        try:
-            inputs = InputProcessor(config, await text, worker.memory.max_model_len)
-            return EngineCore(config, worker, inputs, recorder, stat_loggers)
-        except BaseException:
-            worker.close()
-            raise
-
-    async def join(self) -> None:
-        """Until no thread is left, nor a worker that nobody waited for."""
-        if self._thread is not None:
-            await in_own_thread(self._thread.shutdown)
-            self._thread = None
-
-    async def _load_worker(self, progress: bool, imported: Future[None]) -> Worker:
-        await self.join()  # the memory need not hold two
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-load")
-        told = partial(_tell, imported)
-        make = partial(_start_worker, self._config, progress=progress, imported=told)
-        loading = self._thread.submit(make)
-        self._thread.shutdown(wait=False)  # it ends with this load
-        try:
-            return await asyncio.wrap_future(loading)
-        except BaseException:
-            loading.add_done_callback(_close)
-            raise
-
-
-def _start_worker(
-    config: EngineConfig, *, progress: bool, imported: Callable[[], object]
-) -> Worker:
-    """Rank 0's worker, and where ranks share the model their processes. Raises as `Worker`."""
-    if config.mesh.tp == 1:
-        return Worker(config, progress=progress, imported=imported)
-    config, _ = settle(config)  # what no rank can do is said before there are processes
-    group = WorkerGroup(config)
-    try:
-        return Worker(
-            config, progress=progress, imported=imported, connect=group.connect, group=group
-        )
-    except BaseException as error:
-        failure = group.failure
-        group.close()
-        if failure is not None and isinstance(error, Exception):
-            raise ModelLoadError(failure) from error
-        raise
-
-
-def _tell(imported: Future[None]) -> None:
-    with suppress(InvalidStateError):  # the load was cancelled
-        imported.set_result(None)
-
-
-def _close(loading: Future[Worker]) -> None:
-    if not loading.cancelled() and loading.exception() is None:
-        loading.result().close()
-
-
-def _load_text(config: EngineConfig, imported: Future[None]) -> Tokenizer | None:
-    imported.result()
-    if config.tokenizer_path is None:
-        return None
-    return Tokenizer.from_folder(
-        config.tokenizer_path, config.chat_template, config.chat_template_content_format
-    )

@@ -14,13 +14,15 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
-from asyncllm.engine.output_state import Sink
+from asyncllm.engine.output_state import Sink, TextSink
+from asyncllm.engine.text.prompt import ParsedPrompt, PromptInput
+from asyncllm.lora import LoRARequest
 from asyncllm.outputs import CompletionOutput, RequestOutput
-from asyncllm.sampling_params import RequestOutputKind
+from asyncllm.sampling_params import RequestOutputKind, SamplingParams
 from asyncllm.types import Request
 
 
@@ -67,6 +69,23 @@ class Arrival:
 
 
 Arrivals = WeakValueDictionary[str, Arrival]  # of one engine
+
+
+@dataclass(slots=True, frozen=True)
+class Submission:
+    """A request as it was asked for, nothing of it checked but its sampling parameters.
+
+    `params`: None for the model's defaults. A prompt that was parsed already may hold its ids.
+    """
+
+    arrival: Arrival
+    prompt: PromptInput | ParsedPrompt
+    params: SamplingParams | None
+    sink: Sink
+    text_sink: TextSink | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    lora_request: LoRARequest | None = None
 
 
 class OutputCollector:

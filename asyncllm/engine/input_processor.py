@@ -62,7 +62,8 @@ class InputProcessor:
         )
         self._reasoning = reasoning_tokens(config, tokenizer)
         self.seq_ids = itertools.count(1)  # by age: the order of service
-        self._seeds = random.Random(config.seed)
+        # Of several engines each draws others.
+        self._seeds = random.Random(config.seed + (config.data_parallel_rank << 64))
         self._threads: ThreadPoolExecutor | None = None
 
     def default_params(self, overrides: dict[str, Any]) -> SamplingParams:
@@ -93,7 +94,7 @@ class InputProcessor:
     async def process(
         self,
         request_id: str,
-        prompt: PromptInput,
+        prompt: PromptInput | ParsedPrompt,
         params: SamplingParams,
         arrival_time: float,
         priority: int = 0,
@@ -106,7 +107,7 @@ class InputProcessor:
         parsed = parse_prompt(prompt)
         if params.logprobs == -1 or params.prompt_logprobs == -1:
             params = self.with_counts(params)
-        text, ids, bad_words = await self._encode(parsed, params)
+        text, ids, bad_words = await self.encode(parsed, params)
         wanted = params.structured_outputs
         grammar = None if wanted is None else await self.grammars.compile_async(wanted)
         if type(priority) is not int or abs(priority) >= 2**63:
@@ -143,10 +144,13 @@ class InputProcessor:
 
     # --- the request -------------------------------------------------------------------------
 
-    async def _encode(
+    async def encode(
         self, parsed: ParsedPrompt, params: SamplingParams
     ) -> tuple[str | None, list[int], tuple[tuple[int, ...], ...]]:
-        """The prompt's text and its ids, and the ids of each of the `bad_words`."""
+        """The prompt's text and its ids, and the ids of each of the `bad_words`.
+
+        Raises `InvalidRequestError`.
+        """
         text = parsed.text if parsed.messages is None else self._encoder.rendered(parsed)
 
         def encode() -> tuple[list[int], tuple[tuple[int, ...], ...]]:

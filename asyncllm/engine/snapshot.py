@@ -12,8 +12,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter, truediv
 
-from asyncllm.engine.block_manager import BlockManager
+from asyncllm.engine.core import Replica
 from asyncllm.engine.recorder import FINISH_REASONS, WINDOW_S, Counts, Histogram, Mark, Recorder
 from asyncllm.engine.stats import SchedulerStats, StepRecord
 
@@ -97,59 +98,81 @@ class Snapshot:
     steps: list[StepRecord]  # the last ones, oldest first, at most 256
 
 
-def take_snapshot(
-    recorder: Recorder, stats: SchedulerStats, blocks: BlockManager, last_steps: int
-) -> Snapshot:
-    """On the loop's thread."""
+def take_snapshot(replicas: Sequence[Replica], last_steps: int) -> Snapshot:
+    """Of all these together, on the loop's thread. Steps are of all, by their start."""
+    for replica in replicas:
+        replica.observe()  # an answer that has been given is in it
     now = time.monotonic()
-    totals = recorder.mark(now)
-    first = max(len(recorder.timeline) - last_steps, 0)
-    every = max(-(-stats.num_pages // MAX_PAGE_CELLS), 1)
+    recorders = [replica.recorder for replica in replicas]
+    stats = [replica.stats() for replica in replicas]
+    marks = [recorder.mark(now) for recorder in recorders]
     return Snapshot(
         time=time.time(),
         monotonic=now,
-        running=stats.num_running,
-        waiting=stats.num_waiting,
-        swapped=stats.num_swapped,
-        pages=Pages(
-            num_pages=stats.num_pages,
-            num_used=stats.num_used_pages,
-            num_host_pages=stats.num_host_pages,
-            num_used_host=stats.num_used_host_pages,
-            pages_per_cell=every,
-            cells=blocks.device.picture(every),
-        ),
-        rates=_rates(totals, recorder.mark_since(now - RATE_WINDOW_S)),
-        latencies=_latencies(recorder, totals, recorder.mark_since(now - WINDOW_S)),
-        totals=_totals(recorder, stats),
-        steps=list(islice(recorder.timeline, first, None)),
+        running=sum(each.num_running for each in stats),
+        waiting=sum(each.num_waiting for each in stats),
+        swapped=sum(each.num_swapped for each in stats),
+        pages=_pages(replicas, stats),
+        rates=_rates(marks, [r.mark_since(now - RATE_WINDOW_S) for r in recorders]),
+        latencies=_latencies(recorders, marks, [r.mark_since(now - WINDOW_S) for r in recorders]),
+        totals=_totals(recorders, stats),
+        steps=_last_steps(recorders, last_steps),
     )
 
 
-def _rates(now: Mark, since: Mark | None) -> Rates:
-    if since is None:
+def _pages(replicas: Sequence[Replica], stats: Sequence[SchedulerStats]) -> Pages:
+    num_pages = sum(each.num_pages for each in stats)
+    # Each replica's last cell may be a part of one.
+    every = max(-(-num_pages // (MAX_PAGE_CELLS - len(replicas) + 1)), 1)
+    return Pages(
+        num_pages=num_pages,
+        num_used=sum(each.num_used_pages for each in stats),
+        num_host_pages=sum(each.num_host_pages for each in stats),
+        num_used_host=sum(each.num_used_host_pages for each in stats),
+        pages_per_cell=every,
+        cells="".join(replica.picture(every) for replica in replicas),
+    )
+
+
+def _last_steps(recorders: Sequence[Recorder], count: int) -> list[StepRecord]:
+    steps: list[StepRecord] = []
+    for recorder in recorders:
+        first = max(len(recorder.timeline) - count, 0)
+        steps += islice(recorder.timeline, first, None)
+    if len(recorders) > 1:
+        steps.sort(key=attrgetter("start"))
+    return steps[max(len(steps) - count, 0) :]
+
+
+def _rates(now: Sequence[Mark], since: Sequence[Mark | None]) -> Rates:
+    """The device's share is the mean of all devices'."""
+    pairs = [(a, b) for a, b in zip(now, since, strict=True) if b is not None]
+    if not pairs:
         return Rates(0.0, 0.0, 0.0, None)
-    seconds = max(now.time - since.time, 1.0)  # the first instant after a pause is no rate
-    num_generated = now.generation_tokens - since.generation_tokens
-    cpu = now.loop_cpu_seconds - since.loop_cpu_seconds
+    # The first instant after a pause is no rate.
+    spans = [max(a.time - b.time, 1.0) for a, b in pairs]
+    num_generated = [a.generation_tokens - b.generation_tokens for a, b in pairs]
+    num_prefilled = [a.prefill_tokens - b.prefill_tokens for a, b in pairs]
+    busy = [a.device_seconds - b.device_seconds for a, b in pairs]
+    cpu = max(a.loop_cpu_seconds - b.loop_cpu_seconds for a, b in pairs)  # of one thread
     return Rates(
-        generation_tokens_per_s=num_generated / seconds,
-        prefill_tokens_per_s=(now.prefill_tokens - since.prefill_tokens) / seconds,
-        device_busy_share=min((now.device_seconds - since.device_seconds) / seconds, 1.0),
-        host_us_per_token=cpu * 1e6 / num_generated if num_generated else None,
+        generation_tokens_per_s=sum(map(truediv, num_generated, spans)),
+        prefill_tokens_per_s=sum(map(truediv, num_prefilled, spans)),
+        device_busy_share=sum(min(b / s, 1.0) for b, s in zip(busy, spans, strict=True)) / len(now),
+        host_us_per_token=cpu * 1e6 / sum(num_generated) if any(num_generated) else None,
     )
 
 
-def _latencies(recorder: Recorder, now: Mark, since: Mark | None) -> Latencies:
-    before: Sequence[Counts] = now.counts if since is None else since.counts
-    return Latencies(
-        *(
-            _percentiles(histogram, counts - counts_before)
-            for histogram, counts, counts_before in zip(
-                recorder.windowed, now.counts, before, strict=True
-            )
-        )
-    )
+def _latencies(
+    recorders: Sequence[Recorder], now: Sequence[Mark], since: Sequence[Mark | None]
+) -> Latencies:
+    found = []
+    for i, histogram in enumerate(recorders[0].windowed):
+        counts: Counts = sum(mark.counts[i] for mark in now)  # type: ignore[assignment]
+        for mark, before in zip(now, since, strict=True):
+            counts = counts - (mark if before is None else before).counts[i]
+        found.append(_percentiles(histogram, counts))
+    return Latencies(*found)
 
 
 def _percentiles(histogram: Histogram, counts: Counts) -> Percentiles:
@@ -159,14 +182,14 @@ def _percentiles(histogram: Histogram, counts: Counts) -> Percentiles:
     return Percentiles(count, *(s * 1000 for s in histogram.quantiles(SHARES, counts)))
 
 
-def _totals(recorder: Recorder, stats: SchedulerStats) -> Totals:
+def _totals(recorders: Sequence[Recorder], stats: Sequence[SchedulerStats]) -> Totals:
     return Totals(
-        prompt_tokens=recorder.prompt_tokens,
-        cached_tokens=recorder.cached_tokens,
-        generation_tokens=recorder.generation_tokens,
-        finished={reason: recorder.finished[reason] for reason in FINISH_REASONS},
-        prefix_cache_queries=stats.prefix_cache_queries,
-        prefix_cache_hits=stats.prefix_cache_hits,
-        preemptions_swap=stats.num_preemptions_swap,
-        preemptions_recompute=stats.num_preemptions_recompute,
+        prompt_tokens=sum(r.prompt_tokens for r in recorders),
+        cached_tokens=sum(r.cached_tokens for r in recorders),
+        generation_tokens=sum(r.generation_tokens for r in recorders),
+        finished={reason: sum(r.finished[reason] for r in recorders) for reason in FINISH_REASONS},
+        prefix_cache_queries=sum(each.prefix_cache_queries for each in stats),
+        prefix_cache_hits=sum(each.prefix_cache_hits for each in stats),
+        preemptions_swap=sum(each.num_preemptions_swap for each in stats),
+        preemptions_recompute=sum(each.num_preemptions_recompute for each in stats),
     )

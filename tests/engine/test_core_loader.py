@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from asyncllm import LLM
-from asyncllm.engine import engine_core
+from asyncllm.engine import core_loader
 from asyncllm.worker.worker import Worker
 from tests.engine.test_async_engine import ENDLESS, GREEDY, SMALL, small_engine
 from tests.waiting import PATIENCE_SECONDS, run, until
@@ -44,7 +44,7 @@ class Workshop:
 @pytest.fixture
 def workshop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Workshop]:
     made = Workshop()
-    monkeypatch.setattr(engine_core, "Worker", made)
+    monkeypatch.setattr(core_loader, "Worker", made)
     yield made
     made.go.set()
 
@@ -77,14 +77,14 @@ def test_a_cancelled_start_closes_what_it_was_loading(workshop: Workshop) -> Non
 def test_the_tokenizer_waits_for_the_worker_to_have_imported(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = engine_core._load_text
+    load = core_loader.load_text
 
     def noted(*args: Any) -> Any:
         loaded = load(*args)
         workshop.events.append("text loaded")
         return loaded
 
-    monkeypatch.setattr(engine_core, "_load_text", noted)
+    monkeypatch.setattr(core_loader, "load_text", noted)
 
     async def main() -> None:
         engine = small_engine()
@@ -103,7 +103,7 @@ def test_a_worker_that_fails_before_leaves_no_thread(monkeypatch: pytest.MonkeyP
     def failing(*args: Any, **kwargs: Any) -> Worker:
         raise ValueError("no such backend")
 
-    monkeypatch.setattr(engine_core, "Worker", failing)
+    monkeypatch.setattr(core_loader, "Worker", failing)
 
     async def main() -> None:
         threads = set(threading.enumerate())

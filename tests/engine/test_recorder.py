@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import uvloop
 
-from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.recorder import TIMELINE_STEPS, Recorder
 from asyncllm.engine.snapshot import Snapshot, take_snapshot
 from asyncllm.engine.stats import (
@@ -21,6 +20,7 @@ from asyncllm.engine.stats import (
     StepRecord,
 )
 from asyncllm.engine.step_clock import LoopLag
+from asyncllm.worker.work_counts import WorkCounts
 
 
 @pytest.fixture
@@ -51,8 +51,26 @@ def finished(**changes: Any) -> FinishedRequestStats:
     return FinishedRequestStats(**fields | changes)
 
 
-def snapshot(recorder: Recorder) -> Snapshot:
-    return take_snapshot(recorder, SchedulerStats(num_pages=10), BlockManager(10, 4), 256)
+class FakeReplica:
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.work = WorkCounts()
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(num_pages=10)
+
+    def picture(self, pages_per_cell: int) -> str:
+        return "." * (10 // pages_per_cell)
+
+    def observe(self) -> None:
+        pass
+
+    def health(self) -> str | None:
+        return None
+
+
+def snapshot(*recorders: Recorder) -> Snapshot:
+    return take_snapshot([*map(FakeReplica, recorders)], 256)
 
 
 def test_totals() -> None:

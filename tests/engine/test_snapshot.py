@@ -90,7 +90,7 @@ def test_every_end_is_counted_at_once() -> None:
             await asyncio.gather(running, return_exceptions=True)
             assert engine.recorder.finished["abort"] == 2
             await settle(engine)
-            steps = engine.work.steps
+            steps = engine.replicas[0].work.steps
             # One of the request that ran, one of what `settle` asks.
             assert steps["mixed", "eager"] == 2 and steps["decode", "eager"] >= 1
             assert engine.recorder.host_seconds["launch"] > 0

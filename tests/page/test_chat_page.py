@@ -87,7 +87,7 @@ def test_stop_and_regenerate(chromium: Chromium) -> None:
         await server.disconnected.wait()
         assert "stopped" in await opened.evaluate(f"{ANSWER}.querySelector('.stats').innerText")
         server.will_say("Whole.")
-        await opened.click(".message:last-child .again")
+        await opened.click(".message:last-child .regenerate")
         await opened.until(f"{TEXT} === 'Whole.'")
         assert await opened.evaluate("document.querySelectorAll('.message').length") == 2
         assert [len(request["messages"]) for request in server.requests] == [1, 1]

@@ -177,7 +177,17 @@ class FakeEngine:
         return SchedulerStats(num_running=num_pages, num_pages=100, num_used_pages=num_pages)
 
     def snapshot(self, last_steps: int = 256) -> Snapshot:
-        return take_snapshot(self.recorder, self.stats(), BlockManager(100, 16), last_steps)
+        return take_snapshot(self.replicas, last_steps)
+
+    @property
+    def replicas(self) -> tuple[FakeEngine, ...]:
+        return (self,)
+
+    def picture(self, pages_per_cell: int) -> str:
+        return BlockManager(100, 16).device.picture(pages_per_cell)
+
+    def observe(self) -> None:
+        pass
 
     async def add_request(
         self,

@@ -45,8 +45,10 @@ class ParsedPrompt(NamedTuple):
     noun: str = "prompt"
 
 
-def parse_prompt(prompt: PromptInput) -> ParsedPrompt:
+def parse_prompt(prompt: PromptInput | ParsedPrompt) -> ParsedPrompt:
     """Which form it is. Raises `InvalidRequestError` where it is none."""
+    if isinstance(prompt, ParsedPrompt):
+        return prompt
     if isinstance(prompt, str):
         return ParsedPrompt(text=prompt)
     if isinstance(prompt, dict):

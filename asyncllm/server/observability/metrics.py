@@ -12,8 +12,9 @@ simple and settled; a test reads ours back with prometheus_client's own parser.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 from aiohttp import web
@@ -26,36 +27,45 @@ from prometheus_client import (
 )
 
 from asyncllm.engine.async_engine import AsyncLLMEngine
-from asyncllm.engine.recorder import ABORT_CAUSES, FINISH_REASONS, Histogram, Recorder
+from asyncllm.engine.recorder import (
+    ABORT_CAUSES,
+    FINISH_REASONS,
+    LAG,
+    LEAD,
+    STEP_TIME,
+    Histogram,
+    Recorder,
+)
 from asyncllm.engine.stats import SchedulerStats
 from asyncllm.step_plan import StepKind
 from asyncllm.worker.work_counts import WorkCounts
 
 Labels = Mapping[str, str]
-ENGINE_INDEX = "0"  # vLLM's label of its data-parallel engines
 
 
 @dataclass(slots=True, frozen=True)
 class Source:
-    """One scrape's view."""
+    """One scrape's view of one engine."""
 
     stats: SchedulerStats
     recorder: Recorder
     work: WorkCounts
     loop_cpu_seconds: float
+    is_up: int
 
 
 Read = Callable[[Source], float]
 
 
 class Exposition:
-    """Series of one prefix; `labels` are on each of them."""
+    """Series of one prefix, each for every engine: `engines` has the labels of each."""
 
-    def __init__(self, prefix: str, labels: Labels) -> None:
+    def __init__(self, prefix: str, engines: Sequence[Labels]) -> None:
         self._prefix = prefix
-        self._labels = dict(labels)
+        self._engines = engines
         self._template = ""
-        self._readers: list[Callable[[Source], Iterable[object]]] = []
+        # Which engine's, and its values.
+        self._readers: list[tuple[int, Callable[[Source], Iterable[object]]]] = []
 
     def add(
         self,
@@ -67,23 +77,47 @@ class Exposition:
         """A counter's name gets `_total` added."""
         full = name + "_total" if kind == "counter" else name
         self._head(kind, full, help_text)
-        for labels, read in samples:
-            self._sample(full, labels)
-            self._readers.append(lambda source, read=read: (read(source),))  # type: ignore[misc]
+        for i, engine in enumerate(self._engines):
+            for labels, read in samples:
+                self._sample(full, {**engine, **labels})
+                self._readers.append((i, lambda source, read=read: (read(source),)))  # type: ignore[misc]
 
-    def add_histogram(self, name: str, help_text: str, *samples: tuple[Labels, Histogram]) -> None:
+    def add_each(
+        self,
+        kind: Literal["gauge"],
+        name: str,
+        help_text: str,
+        labels: Sequence[Labels],
+        read: Read,
+    ) -> None:
+        """A sample for every engine, with these labels of each instead of `engines`."""
+        self._head(kind, name, help_text)
+        for i, of_engine in enumerate(labels):
+            self._sample(name, of_engine)
+            self._readers.append((i, lambda source: (read(source),)))
+
+    def add_histogram(
+        self,
+        name: str,
+        help_text: str,
+        bounds: Sequence[float],
+        *samples: tuple[Labels, Callable[[Recorder], Histogram]],
+    ) -> None:
+        """`bounds`: those of all its samples."""
         self._head("histogram", name, help_text)
-        for labels, histogram in samples:
-            for bound in [*map(repr, histogram.bounds), "+Inf"]:
-                self._sample(f"{name}_bucket", {**labels, "le": bound})
-            self._sample(f"{name}_count", labels)
-            self._sample(f"{name}_sum", labels)
-            self._readers.append(lambda _, histogram=histogram: _values(histogram))  # type: ignore[misc]
+        for i, engine in enumerate(self._engines):
+            for labels, find in samples:
+                own = {**engine, **labels}
+                for bound in [*map(repr, bounds), "+Inf"]:
+                    self._sample(f"{name}_bucket", {**own, "le": bound})
+                self._sample(f"{name}_count", own)
+                self._sample(f"{name}_sum", own)
+                self._readers.append((i, lambda s, find=find: _values(find(s.recorder))))  # type: ignore[misc]
 
-    def render(self, source: Source) -> str:
+    def render(self, sources: Sequence[Source]) -> str:
         values: list[object] = []
-        for read in self._readers:
-            values += read(source)
+        for i, read in self._readers:
+            values += read(sources[i])
         return self._template % tuple(values)
 
     def _head(self, kind: str, name: str, help_text: str) -> None:
@@ -92,8 +126,7 @@ class Exposition:
         self._template += f"# HELP {full} {help_text}\n# TYPE {full} {kind}\n"
 
     def _sample(self, name: str, labels: Labels) -> None:
-        pairs = sorted({**self._labels, **labels}.items())
-        text = ",".join(f'{key}="{_escape(value)}"' for key, value in pairs)
+        text = ",".join(f'{key}="{_escape(value)}"' for key, value in sorted(labels.items()))
         self._template += f"{self._prefix}:{name}{{{text}}} %s\n"
 
 
@@ -113,7 +146,7 @@ class Metrics:
 
     def __init__(self, engine: AsyncLLMEngine, model_name: str, prefix: str) -> None:
         self._engine = engine
-        self._labels = {"model_name": model_name, "engine": ENGINE_INDEX}
+        self._model_name = model_name
         self._prefix = prefix
         self._exposition: Exposition | None = None  # the number of pages is not known yet
         self._process = CollectorRegistry(auto_describe=False)
@@ -122,44 +155,54 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """Raises `EngineDeadError` where there is no engine to read."""
-        engine, recorder = self._engine, self._engine.recorder
-        source = Source(engine.stats(), recorder, engine.work, time.thread_time())
+        engine, cpu = self._engine, time.thread_time()
+        sources = [
+            Source(each.stats(), each.recorder, each.work, cpu, int(each.health() is None))
+            for each in engine.replicas
+        ]
         if self._exposition is None:
-            self._exposition = self._make_exposition(source)
-        adapters = self._adapters(source) if engine.config.enable_lora else ""
-        ours = self._exposition.render(source) + adapters
+            self._exposition = self._make_exposition(sources)
+        adapters = self._adapters(sources) if engine.config.enable_lora else ""
+        ours = self._exposition.render(sources) + adapters
         return ours.encode() + generate_latest(self._process)
 
-    def _make_exposition(self, source: Source) -> Exposition:
-        exposition = Exposition(self._prefix, self._labels)
+    def _labels(self, rank: int) -> Labels:
+        """vLLM's, of its data-parallel engines."""
+        return {"model_name": self._model_name, "engine": str(rank)}
+
+    def _make_exposition(self, sources: Sequence[Source]) -> Exposition:
+        exposition = Exposition(self._prefix, [*map(self._labels, range(len(sources)))])
+        recorder = sources[0].recorder  # all are alike
         _add_scheduler(exposition)
         _add_tokens(exposition)
-        _add_requests(exposition, source.recorder)
-        _add_steps(exposition, source.recorder)
-        exposition.add(
-            "gauge",
-            "cache_config_info",
-            "The KV cache.",
-            (_cache_labels(self._engine, source.stats), lambda s: 1),
-        )
+        _add_requests(exposition, recorder)
+        _add_steps(exposition, recorder)
+        # Their labels differ by what each engine's memory holds.
+        caches = [
+            {**self._labels(rank), **_cache_labels(self._engine, source.stats)}
+            for rank, source in enumerate(sources)
+        ]
+        exposition.add_each("gauge", "cache_config_info", "The KV cache.", caches, lambda s: 1)
         return exposition
 
-    def _adapters(self, source: Source) -> str:
+    def _adapters(self, sources: Sequence[Source]) -> str:
         """One sample, with vLLM's labels: names change, so it is made anew for each scrape."""
         running, waiting = map(",".join, self._engine.lora_activity())
         labels = {
-            **self._labels,
+            **self._labels(0),
             "max_lora": str(self._engine.config.max_loras),
             "running_lora_adapters": running,
             "waiting_lora_adapters": waiting,
         }
-        exposition = Exposition(self._prefix, {})
+        exposition = Exposition(self._prefix, [labels])
         exposition.add("gauge", "lora_requests_info", "LoRA adapters in use, and waited for.",
-                       (labels, lambda s: time.time()))  # fmt: skip
-        return exposition.render(source)
+                       ({}, lambda s: time.time()))  # fmt: skip
+        return exposition.render(sources)
 
 
 def _add_scheduler(to: Exposition) -> None:
+    to.add("gauge", "engine_up", "1 where the engine serves requests.",
+           ({}, lambda s: s.is_up))  # fmt: skip
     to.add("gauge", "num_requests_running", "Sequences that own a slot.",
            ({}, lambda s: s.stats.num_running))  # fmt: skip
     to.add("gauge", "num_requests_waiting", "Sequences that wait, swapped ones included.",
@@ -207,44 +250,42 @@ def _add_requests(to: Exposition, recorder: Recorder) -> None:
     to.add("counter", "request_aborts",
            "Aborted requests: by the application, a client that left or did not read, or us.",
            *(({"cause": cause}, _aborted(cause)) for cause in ABORT_CAUSES))  # fmt: skip
-    for name, help_text, histogram in (
-        ("time_to_first_token_seconds", "Arrival to first token.", recorder.time_to_first_token),
-        ("inter_token_latency_seconds", "Between a sequence's tokens.",
-         recorder.inter_token_latency),
+    for name, help_text, attribute in (
+        ("time_to_first_token_seconds", "Arrival to first token.", "time_to_first_token"),
+        ("inter_token_latency_seconds", "Between a sequence's tokens.", "inter_token_latency"),
         ("request_time_per_output_token_seconds", "Mean of a request's tokens after its first.",
-         recorder.time_per_output_token),
-        ("e2e_request_latency_seconds", "Arrival to the end.", recorder.e2e),
-        ("request_queue_time_seconds", "Arrival to first scheduled.", recorder.queue_time),
-        ("request_inference_time_seconds", "First scheduled to last token.",
-         recorder.inference_time),
-        ("request_prefill_time_seconds", "First scheduled to first token.", recorder.prefill_time),
-        ("request_decode_time_seconds", "First to last token.", recorder.decode_time),
-        ("request_prompt_tokens", "Prompt tokens of a request.", recorder.prompt_lengths),
+         "time_per_output_token"),
+        ("e2e_request_latency_seconds", "Arrival to the end.", "e2e"),
+        ("request_queue_time_seconds", "Arrival to first scheduled.", "queue_time"),
+        ("request_inference_time_seconds", "First scheduled to last token.", "inference_time"),
+        ("request_prefill_time_seconds", "First scheduled to first token.", "prefill_time"),
+        ("request_decode_time_seconds", "First to last token.", "decode_time"),
+        ("request_prompt_tokens", "Prompt tokens of a request.", "prompt_lengths"),
         ("request_prefill_kv_computed_tokens", "Of these, not from the prefix cache.",
-         recorder.computed_lengths),
+         "computed_lengths"),
         ("request_generation_tokens", "Generated tokens of a request, of all its n.",
-         recorder.generation_lengths),
+         "generation_lengths"),
         ("request_max_num_generation_tokens", "Generated tokens of its longest answer.",
-         recorder.longest_generations),
-        ("request_params_n", "Parameter n.", recorder.n),
+         "longest_generations"),
+        ("request_params_n", "Parameter n.", "n"),
         ("request_params_max_tokens", "Parameter max_tokens, or what stands for it.",
-         recorder.max_tokens),
+         "max_tokens"),
         ("iteration_tokens_total", "Prompt tokens computed and tokens generated in a step.",
-         recorder.iteration_tokens),
+         "iteration_tokens"),
     ):  # fmt: skip
-        to.add_histogram(name, help_text, ({}, histogram))
+        find: Callable[[Recorder], Histogram] = attrgetter(attribute)
+        to.add_histogram(name, help_text, find(recorder).bounds, ({}, find))
 
 
 def _add_steps(to: Exposition, recorder: Recorder) -> None:
     """Device, host and loop by one clock, as only one process can measure."""
-    to.add_histogram("step_time_seconds", "A step on the device, by kind.",
-                     *(({"kind": kind}, recorder.step_time[kind]) for kind in StepKind),
-                     )  # fmt: skip
+    to.add_histogram("step_time_seconds", "A step on the device, by kind.", STEP_TIME,
+                     *(({"kind": kind}, _step_time(kind)) for kind in StepKind))  # fmt: skip
     to.add_histogram("launch_lead_seconds",
                      "What was left of the step before at a launch; 0: the device had run dry.",
-                     ({}, recorder.launch_lead))  # fmt: skip
+                     LEAD, ({}, attrgetter("launch_lead")))  # fmt: skip
     to.add_histogram("loop_lag_seconds", "Lateness of the event loop, while steps run.",
-                     ({}, recorder.loop_lag))  # fmt: skip
+                     LAG, ({}, attrgetter("loop_lag")))  # fmt: skip
     to.add("counter", "device_busy_seconds", "Time the device had a step; its rate is the share.",
            ({}, lambda s: s.recorder.device_seconds))  # fmt: skip
     to.add("counter", "device_starved_seconds", "Time between two steps, with work at hand.",
@@ -262,6 +303,10 @@ def _add_steps(to: Exposition, recorder: Recorder) -> None:
            ({}, lambda s: s.work.num_tokens))  # fmt: skip
     to.add("counter", "padding_tokens", "Tokens computed only to fill a graph's size.",
            ({}, lambda s: s.work.num_padding))  # fmt: skip
+
+
+def _step_time(kind: StepKind) -> Callable[[Recorder], Histogram]:
+    return lambda recorder: recorder.step_time[kind]
 
 
 def _finished(reason: str) -> Read:

@@ -1,17 +1,10 @@
 // Requests to the server that served this page, and the events of its streams. (EventSource can send
 // neither a body nor an API key.) A 401 asks for the key once and tries again.
 
-import { byId } from "./dom.js";
+import { byId, parse } from "./dom.js";
 
 const KEY = "asyncllm.key";
 let asking = null;
-
-export class ApiError extends Error {
-  constructor(status, message) {
-    super(message);
-    this.status = status;
-  }
-}
 
 export const key = () => sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY);
 
@@ -21,20 +14,15 @@ export function setKey(value, remember) {
   if (value) (remember ? localStorage : sessionStorage).setItem(KEY, value);
 }
 
-/** fetch, with the key; `body` is sent as JSON. Throws ApiError for what is not a 2xx. */
+/** fetch, with the key; `body` is sent as JSON. Throws an Error with `status` for what is not a 2xx. */
 export async function request(path, { body, signal } = {}) {
+  const sent = body && { method: "POST", body: JSON.stringify(body) };
   for (;;) {
     const used = key();
-    const headers = authorization(used);
-    if (body !== undefined) headers["Content-Type"] = "application/json";
-    const response = await answerOf(new URL(path, document.baseURI), {
-      method: body === undefined ? "GET" : "POST",
-      headers,
-      body: body === undefined ? undefined : JSON.stringify(body),
-      signal,
-    });
+    const headers = { ...authorization(used), ...(body && { "Content-Type": "application/json" }) };
+    const response = await answerOf(new URL(path, document.baseURI), { headers, signal, ...sent });
     if (response.ok) return response;
-    const error = await readError(response);
+    const error = readError(response, await response.text());
     if (response.status !== 401 || !(await newKey(used, signal))) throw error;
   }
 }
@@ -45,57 +33,46 @@ export async function answerOf(url, options) {
     return await fetch(url, options);
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError(0, "The server does not answer. Is it still running?");
+    throw new Error("The server does not answer. Is it still running?");
   }
 }
 
 /** Headers carry bytes: a key with other characters travels as UTF-8. */
-const encodeKey = (value) => String.fromCharCode(...new TextEncoder().encode(value));
-
-export const authorization = (used = key()) => (used ? { Authorization: `Bearer ${encodeKey(used)}` } : {});
+export function authorization(used = key()) {
+  const bytes = new TextEncoder().encode(used ?? "");
+  return bytes.length ? { Authorization: `Bearer ${String.fromCharCode(...bytes)}` } : {};
+}
 
 /** True when there is another key to try. One dialog, however many requests were refused. */
 async function newKey(used, signal) {
   if (key() !== used) return true; // somebody was quicker
   if (!byId("key-dialog")) return false; // the page of the API has a field of its own
   asking ??= askForKey(Boolean(used)).finally(() => (asking = null));
-  const given = await asking;
+  const isGiven = await asking;
   signal?.throwIfAborted();
-  return given;
+  return isGiven;
 }
 
 /** Resolves true once a key was given, false when the dialog was closed without. */
 function askForKey(wasRefused) {
   const dialog = byId("key-dialog");
-  byId("key").value = "";
+  dialog.querySelector("form").reset();
   byId("key-why").textContent = wasRefused ? "The server did not accept this key." : "This server asks for a key.";
-  byId("key-cancel").onclick = () => dialog.close();
+  dialog.returnValue = "";
+  dialog.showModal();
   return new Promise((resolve) => {
-    dialog.querySelector("form").onsubmit = (event) => {
-      event.preventDefault(); // nothing is sent: the policy allows no form to be
-      setKey(byId("key").value, byId("key-remember").checked);
-      resolve(true);
-      dialog.close();
+    dialog.onclose = () => {
+      if (dialog.returnValue) setKey(byId("key").value, byId("key-remember").checked);
+      resolve(Boolean(dialog.returnValue));
     };
-    dialog.addEventListener("close", () => resolve(false), { once: true });
-    dialog.showModal();
-    byId("key").focus();
   });
 }
 
-/** Batches of event data, as they arrive. Ends with the body; leaving the loop closes it. */
-export async function* eventBatches(response) {
+/** The body's text as it comes. Leaving the loop closes the connection. */
+export async function* textParts(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
   try {
-    for (;;) {
-      const { done, value } = await reader.read();
-      if (done) return;
-      const events = (rest + value.replaceAll("\r", "")).split("\n\n");
-      rest = events.pop();
-      const found = events.map(dataOf).filter(Boolean);
-      if (found.length) yield found;
-    }
+    for (let part; !(part = await reader.read()).done; ) yield part.value;
   } catch (error) {
     throw error.name === "AbortError" ? error : new Error("The connection to the server was lost.");
   } finally {
@@ -103,17 +80,18 @@ export async function* eventBatches(response) {
   }
 }
 
-function dataOf(event) {
-  const lines = event.split("\n").filter((line) => line.startsWith("data:"));
-  return lines.map((line) => line.slice(5).trim()).join("\n");
+/** Batches of event data, as they arrive. */
+export async function* eventBatches(response) {
+  let rest = "";
+  for await (const part of textParts(response)) {
+    const events = (rest + part.replaceAll("\r", "")).split("\n\n");
+    rest = events.pop();
+    const lines = events.flatMap((event) => event.split("\n")).filter((line) => line.startsWith("data:"));
+    if (lines.length) yield lines.map((line) => line.slice(5).trim()); // this server's data have no line breaks
+  }
 }
 
-async function readError(response) {
-  const text = await response.text();
-  try {
-    const message = JSON.parse(text).error.message;
-    return new ApiError(response.status, message);
-  } catch {
-    return new ApiError(response.status, text.slice(0, 300) || response.statusText);
-  }
+function readError({ status, statusText }, text) {
+  const { error } = parse(text) ?? {};
+  return Object.assign(new Error(error?.message ?? (text.slice(0, 300) || statusText)), { status });
 }

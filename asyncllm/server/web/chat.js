@@ -2,13 +2,12 @@
 
 import { eventBatches, request } from "./api.js";
 import { applyChunk, describe, fail, newAnswer, reopen } from "./answer.js";
-import { AnswerView } from "./answer_view.js";
-import { ContextGauge } from "./context_gauge.js";
-import { branch, messagesFor, numChars, numToDrop, removeMessage, turnTo } from "./conversation.js";
-import { byId, el, oncePerFrame } from "./dom.js";
+import { drawGauge, onDrop } from "./context_gauge.js";
+import { branch, dropOldest, messagesFor, numChars, numToDrop, removeMessage, turnTo } from "./conversation.js";
+import { button, byId, el, oncePerFrame } from "./dom.js";
+import { AnswerView, userMessage } from "./messages.js";
 import { requestFields } from "./settings.js";
 import { saveConversation } from "./store.js";
-import { userMessage } from "./user_message.js";
 
 const SAVE_EVERY_MS = 1000; // while an answer grows
 const NEAR_END_PX = 48; // so close to the end, the view follows the text
@@ -16,33 +15,29 @@ const NEAR_END_PX = 48; // so close to the end, the view follows the text
 export class Chat {
   conversation = null;
 
-  #runs = new Map(); // conversation id -> {controller, answer, conversation}
+  #runs = new Map(); // conversation id -> {controller, conversation}
   #views = [];
   #follows = true;
   #leaving = false; // a reload breaks connections before it says so
   #changed;
   #model;
-  #gauge = new ContextGauge(() => this.drop());
   #scroller = byId("scroller");
   #messages = byId("messages");
   #drawSoon = oncePerFrame(() => this.#draw());
 
-  /** `changed(conversation)`: titles or states to show elsewhere; `model()`: {id, max_model_len}. */
+  /** `changed()`: titles or states to show elsewhere; `model()`: {id, max_model_len}. */
   constructor(changed, model) {
     this.#changed = changed;
     this.#model = model;
     this.#scroller.addEventListener("scroll", () => this.#noteScroll(), { passive: true });
-    byId("to-end").addEventListener("click", () => this.#toEnd());
+    byId("to-end").onclick = () => this.#toEnd();
+    onDrop(() => this.#drop());
     new ResizeObserver(() => this.#follow()).observe(this.#scroller);
     addEventListener("beforeunload", () => (this.#leaving = true));
-    addEventListener("pagehide", () => this.#runs.forEach((run) => save(run.conversation)));
+    addEventListener("pagehide", () => this.#runs.forEach((run) => saveConversation(run.conversation)));
   }
 
-  get busy() {
-    return this.#runs.has(this.conversation?.id);
-  }
-
-  isBusy(id) {
+  isBusy(id = this.conversation.id) {
     return this.#runs.has(id);
   }
 
@@ -52,60 +47,49 @@ export class Chat {
     this.#toEnd();
   }
 
-  // --- what the reader does ---
-
-  send(text) {
-    if (this.busy || !text.trim()) return;
+  /** `text` is asked next, or in the place of `message`: what followed stays to be turned back to. */
+  send(text, message) {
+    if (this.isBusy() || !text.trim()) return;
+    const branches = message && this.#branch(message);
+    const question = { role: "user", content: text, branches };
     this.conversation.title ||= text.trim().split("\n")[0].slice(0, 60);
-    this.#ask({ role: "user", content: text });
+    this.conversation.messages.push(question);
+    this.#add(question);
+    this.#answer(newAnswer(performance.now()));
   }
 
-  /** Another answer in the place of `answer`, of the last one by default. */
-  regenerate(answer = this.conversation.messages.at(-1)) {
-    if (this.busy || answer?.role !== "assistant") return;
-    const branches = branch(this.conversation, this.#at(answer));
-    this.#redraw();
-    this.#answer({ ...newAnswer(performance.now()), branches });
+  /** Another answer in the place of `answer`. */
+  regenerate(answer) {
+    if (this.isBusy()) return;
+    this.#answer({ ...newAnswer(performance.now()), branches: this.#branch(answer) });
   }
 
   /** The last answer goes on where it stopped. */
   continueAnswer() {
     const answer = this.conversation.messages.at(-1);
-    if (this.busy || !answer?.content) return;
+    if (this.isBusy() || !answer?.content) return;
     reopen(answer, performance.now());
     this.conversation.messages.pop();
     this.#redraw();
     this.#answer(answer);
   }
 
-  /** `message` with another text; what followed stays to be turned back to. */
-  edit(message, text) {
-    if (this.busy || !text.trim()) return;
-    const branches = branch(this.conversation, this.#at(message));
-    this.#redraw();
-    this.#ask({ role: "user", content: text, branches });
-  }
-
-  editLast() {
-    if (!this.busy) [...this.#messages.querySelectorAll(".user .edit")].at(-1)?.click();
-  }
-
   remove(message) {
-    this.#change(() => removeMessage(this.conversation, this.#at(message)));
+    this.#change(removeMessage, message);
   }
 
   turn(message, by) {
-    this.#change(() => turnTo(this.conversation, this.#at(message), by));
+    this.#change(turnTo, message, by);
   }
 
   /** The oldest turns are not sent any more, so that the rest has room. */
-  drop() {
+  #drop() {
     const count = numToDrop(this.conversation, this.#model().max_model_len);
     if (count === null) return;
-    this.#change(() => (this.conversation.numDropped = count));
+    this.#change(dropOldest, count);
     this.#toEnd();
     const last = this.conversation.messages.at(-1);
-    if (last.error && !last.content) this.regenerate();
+    if (last.error && !last.content) this.regenerate(last);
   }
 
   stop() {
@@ -117,28 +101,23 @@ export class Chat {
     this.#runs.delete(id);
   }
 
-  #at(message) {
-    return this.conversation.messages.indexOf(message);
+  /** Takes `message` and what follows away, and returns them as branches of what comes next. */
+  #branch(message) {
+    const branches = branch(this.conversation, message);
+    this.#redraw();
+    return branches;
   }
 
-  #change(action) {
-    if (this.busy) return;
-    action();
+  #change(action, ...values) {
+    if (this.isBusy()) return;
+    action(this.conversation, ...values);
     this.#redraw();
     this.#note(this.conversation);
   }
 
-  // --- asking ---
-
-  #ask(message) {
-    this.conversation.messages.push(message);
-    this.#add(message);
-    this.#answer(newAnswer(performance.now()));
-  }
-
   async #answer(answer) {
     const { conversation } = this;
-    const run = { controller: new AbortController(), answer, conversation };
+    const run = { controller: new AbortController(), conversation };
     this.#runs.set(conversation.id, run);
     this.#leaving = false; // it was called off
     const history = messagesFor(conversation);
@@ -149,7 +128,7 @@ export class Chat {
     this.#add(answer);
     this.#toEnd();
     this.#note(conversation);
-    await this.#stream(run, history);
+    await this.#stream(run, answer, history);
     if (this.#runs.get(conversation.id) !== run) return; // deleted meanwhile
     this.#runs.delete(conversation.id);
     this.#drawSoon();
@@ -157,60 +136,46 @@ export class Chat {
     byId("status").textContent = answer.error ?? `Answer complete. ${describe(answer)}`;
   }
 
-  async #stream(run, history) {
-    const { answer, controller, conversation } = run;
+  async #stream({ controller: { signal }, conversation }, answer, history) {
+    let saved = performance.now();
     try {
-      const response = await request("v1/chat/completions", {
-        body: body(history, this.#model().id), signal: controller.signal,
-      });
-      let saved = performance.now();
+      const response = await request("v1/chat/completions", { body: bodyOf(history, this.#model().id), signal });
       for await (const events of eventBatches(response)) {
         const now = performance.now();
-        for (const event of events) {
-          if (event !== "[DONE]") applyChunk(answer, JSON.parse(event), now);
-        }
+        for (const event of events) if (event !== "[DONE]") applyChunk(answer, JSON.parse(event), now);
         this.#drawSoon();
-        if (now - saved > SAVE_EVERY_MS) {
-          saved = now;
-          save(conversation);
-        }
+        if (now - saved <= SAVE_EVERY_MS) continue;
+        saved = now;
+        saveConversation(conversation);
       }
       if (!answer.finish) fail(answer, "The connection ended before the answer did.");
     } catch (error) {
-      if (controller.signal.aborted || this.#leaving) answer.finish = "stopped";
+      if (signal.aborted || this.#leaving) answer.finish = "stopped";
       else fail(answer, error.message);
     }
   }
 
   #note(conversation) {
     const notice = byId("notice");
-    notice.hidden = save(conversation);
+    notice.hidden = saveConversation(conversation);
     notice.textContent = "This browser's storage is full: the conversation is not kept.";
-    this.#changed(conversation);
+    this.#changed();
   }
-
-  // --- drawing and scrolling ---
 
   #redraw() {
     const { messages, numDropped = 0 } = this.conversation;
     this.#messages.replaceChildren();
     this.#views = [];
-    messages.forEach((message, i) => {
-      if (numDropped && i === numDropped) this.#messages.append(this.#divider(numDropped));
-      this.#add(message);
-    });
+    const again = button("Send them again", () => this.#change(dropOldest, 0));
+    const divider = el("p", { class: "divider" }, `${numDropped} messages above are not sent.`, again);
+    messages.forEach((message) => this.#add(message));
+    if (numDropped) this.#messages.children[numDropped]?.before(divider);
     this.#draw();
-  }
-
-  #divider(count) {
-    const again = () => this.#change(() => (this.conversation.numDropped = 0));
-    return el("p", { class: "divider" }, `${count} messages above are not sent.`,
-      el("button", { type: "button", class: "quiet", onclick: again }, "Send them again"));
   }
 
   #add(message) {
     if (message.role === "user") return this.#messages.append(userMessage(message, this));
-    message.finish ??= this.busy ? null : "stopped"; // the page was closed while it was written
+    message.finish ??= this.isBusy() ? null : "stopped"; // the page was closed while it was written
     const view = new AnswerView(message, this);
     this.#views.push(view);
     this.#messages.append(view.node);
@@ -218,13 +183,8 @@ export class Chat {
 
   #draw() {
     for (const view of this.#views) if (!view.isDone) view.update();
-    this.drawGauge();
+    drawGauge(this.conversation, this.#model().max_model_len);
     this.#follow();
-  }
-
-  /** Again when the model is known, or another one. */
-  drawGauge() {
-    this.#gauge.draw(this.conversation, this.#model()?.max_model_len);
   }
 
   #follow() {
@@ -244,17 +204,9 @@ export class Chat {
   }
 }
 
-const save = saveConversation;
-
-function body(messages, model) {
-  const goesOn = messages.at(-1)?.role === "assistant";
-  return {
-    model,
-    messages,
-    stream: true,
-    // Usage in each chunk: a stopped answer is counted in tokens too.
-    stream_options: { include_usage: true, continuous_usage_stats: true },
-    ...(goesOn && { continue_final_message: true, add_generation_prompt: false }),
-    ...requestFields(),
-  };
+function bodyOf(messages, model) {
+  const goesOn = messages.at(-1)?.role === "assistant" && { continue_final_message: true, add_generation_prompt: false };
+  // Usage in each chunk: a stopped answer is counted in tokens too.
+  const usage = { include_usage: true, continuous_usage_stats: true };
+  return { model, messages, stream: true, stream_options: usage, ...goesOn, ...requestFields() };
 }

@@ -12,63 +12,55 @@ export function newConversation() {
   return { id, title: "", updated: Date.now(), system: "", messages: [], numDropped: 0 };
 }
 
-// --- branches ---
+/** Takes `message` and what follows away: [they, without their branches; {before, after}]. */
+function take(conversation, message) {
+  const at = conversation.messages.indexOf(message);
+  const [{ branches: { before = [], after = [] } = {}, ...first }, ...rest] = conversation.messages.splice(at);
+  conversation.numDropped = Math.min(conversation.numDropped ?? 0, at);
+  return [[first, ...rest], { before, after }];
+}
 
 /**
- * Takes the messages from `at` on away; what is put there next has them as a branch. An answer that
+ * Takes `message` and what follows away; what is put there next has them as a branch. An answer that
  * failed before its first word is not worth one.
  */
-export function branch(conversation, at) {
-  const tail = conversation.messages.splice(at);
-  const { before, after } = takeBranches(tail);
-  conversation.numDropped = Math.min(conversation.numDropped ?? 0, at);
+export function branch(conversation, message) {
+  const [tail, { before, after }] = take(conversation, message);
   return { before: [...before, tail, ...after].filter(([first]) => isTold(first)), after: [] };
 }
 
-/** Shows the branch before (`by` -1) or after (1) the one at `at`; false where there is none. */
-export function turnTo(conversation, at, by) {
-  const { before = [], after = [] } = conversation.messages[at]?.branches ?? {};
-  if (!(by < 0 ? before : after).length) return false;
-  const tail = conversation.messages.splice(at);
-  takeBranches(tail);
-  const next = by < 0 ? before.at(-1) : after[0];
-  const branches = by < 0
-    ? { before: before.slice(0, -1), after: [tail, ...after] }
-    : { before: [...before, tail], after: after.slice(1) };
-  conversation.messages.push({ ...next[0], branches }, ...next.slice(1));
-  conversation.numDropped = Math.min(conversation.numDropped ?? 0, at);
-  return true;
-}
-
-function takeBranches(tail) {
-  const { branches = { before: [], after: [] } } = tail[0];
-  delete tail[0].branches;
-  return branches;
+/** Shows the branch before (`by` -1) or after (1) the one that `message` begins, where there is one. */
+export function turnTo(conversation, message, by) {
+  const [tail, { before, after }] = take(conversation, message);
+  const all = [...before, tail, ...after];
+  const next = Math.min(all.length - 1, Math.max(0, before.length + by));
+  const branches = { before: all.slice(0, next), after: all.slice(next + 1) };
+  const [first, ...rest] = all[next];
+  conversation.messages.push({ ...first, branches }, ...rest);
 }
 
 /** A question goes with its answer; an answer goes alone. */
-export function removeMessage(conversation, at) {
+export function removeMessage(conversation, message) {
   const { messages } = conversation;
-  const isTurn = messages[at].role === "user" && messages[at + 1]?.role === "assistant";
-  const count = isTurn ? 2 : 1;
-  messages.splice(at, count);
-  if (at < conversation.numDropped) conversation.numDropped -= count;
+  const at = messages.indexOf(message);
+  const isTurn = message.role === "user" && messages[at + 1]?.role === "assistant";
+  const { length } = messages.splice(at, isTurn ? 2 : 1);
+  if (at < conversation.numDropped) conversation.numDropped -= length;
 }
 
-// --- what the model is told, and how much of the context that takes ---
+export const dropOldest = (conversation, count) => (conversation.numDropped = count);
 
 const isTold = ({ role, content, toolCalls }) => role === "user" || content || toolCalls?.length;
 
 /** An answer that failed before its first word is left out. */
 export function messagesFor({ system, messages, numDropped = 0 }) {
-  const told = messages.slice(numDropped).filter(isTold);
-  return [...(system ? [{ role: "system", content: system }] : []), ...told.map(wireMessage)];
+  const told = messages.slice(numDropped).filter(isTold).map(wireMessage);
+  return system ? [{ role: "system", content: system }, ...told] : told;
 }
 
 function wireMessage({ role, content, toolCalls }) {
   if (!toolCalls?.length) return { role, content };
-  const calls = toolCalls.map(({ id, name, arguments: text }) =>
-    ({ id, type: "function", function: { name, arguments: text } }));
+  const calls = toolCalls.map(({ id, ...called }) => ({ id, type: "function", function: called }));
   return { role, content, tool_calls: calls };
 }
 
@@ -76,11 +68,10 @@ export const numChars = (messages) => messages.reduce((sum, { content }) => sum 
 
 /** Tokens that the messages take: as the server counted them, or a guess from its last count. */
 export function contextUsed(conversation) {
-  const { messages } = conversation;
-  const at = messages.findLastIndex(({ promptTokens }) => promptTokens > 0);
+  const counted = conversation.messages.findLast(({ promptTokens }) => promptTokens > 0);
   const now = numChars(messagesFor(conversation));
-  if (at === -1) return Math.round(now / CHARS_PER_TOKEN);
-  const { promptTokens, promptChars, numTokens, content } = messages[at];
+  if (!counted) return Math.round(now / CHARS_PER_TOKEN);
+  const { promptTokens, promptChars, numTokens, content } = counted;
   if (now === promptChars + content.length) return promptTokens + numTokens;
   return Math.round((now * promptTokens) / Math.max(1, promptChars));
 }

@@ -1,6 +1,6 @@
 // The list of conversations: choose, find, rename, delete (with a second press), arrow keys.
 
-import { byId, el, sureButton } from "./dom.js";
+import { button, byId, el, sureButton } from "./dom.js";
 
 export class ConversationList {
   #list = byId("conversations");
@@ -18,7 +18,7 @@ export class ConversationList {
   draw(conversations, currentId) {
     this.#drawn = [conversations, currentId];
     const words = this.#find.value.trim().toLowerCase();
-    const shown = words ? conversations.filter((one) => hasWords(one, words)) : conversations;
+    const shown = conversations.filter((one) => hasWords(one, words));
     const hadFocus = this.#list.contains(document.activeElement);
     this.#list.replaceChildren(...shown.map((one) => this.#item(one, one.id === currentId)));
     if (words && !shown.length) this.#list.append(el("li", { class: "none" }, "Nothing has these words."));
@@ -27,49 +27,45 @@ export class ConversationList {
 
   #item({ id, title }, isCurrent) {
     const name = title || "New conversation";
-    const item = el("li", { class: this.#actions.isBusy(id) ? "busy" : null });
     const rename = () => {
-      item.replaceChildren(this.#editor(id, name));
-      item.firstChild.select();
+      const input = this.#editor(id, name);
+      item.replaceChildren(input);
+      input.select();
     };
-    const open = el("button", {
-      type: "button", class: "open", "data-id": id, title: `${name} (F2 renames it)`,
-      "aria-current": isCurrent ? "page" : null, onclick: () => this.#actions.open(id), ondblclick: rename,
-    }, name);
-    item.addEventListener("keydown", ({ key }) => key === "F2" && rename());
-    const remove = sureButton("×", () => this.#actions.remove(id), { "aria-label": `Delete ${name}` });
-    const pen = el("button", { type: "button", class: "rename", "aria-label": `Rename ${name}`, onclick: rename }, "✎");
-    item.append(open, pen, remove);
+    const item = el("li", { class: this.#actions.isBusy(id) ? "busy" : null, onkeydown: ({ key }) => key === "F2" && rename() },
+      button(name, () => this.#actions.open(id), {
+        class: "open", "data-id": id, title: `${name} (F2 renames it)`, "aria-current": isCurrent ? "page" : null, ondblclick: rename,
+      }),
+      button("✎", rename, { class: "rename", "aria-label": `Rename ${name}` }),
+      sureButton("×", () => this.#actions.remove(id), { "aria-label": `Delete ${name}` }));
     return item;
   }
 
   #editor(id, name) {
     const input = el("input", { value: name, maxlength: 200, "aria-label": "Name of the conversation" });
-    let isOpen = true;
     const done = (title) => {
-      if (!isOpen) return; // drawing the list again takes the focus away, which ends here too
-      isOpen = false;
+      input.onblur = null; // drawing the list again takes the focus away
       const hadFocus = document.activeElement === input;
       this.#actions.rename(id, title.trim() || name);
       if (hadFocus) this.#list.querySelector(`[data-id="${id}"]`)?.focus();
     };
-    input.addEventListener("keydown", (event) => {
+    input.onblur = () => done(input.value);
+    input.onkeydown = (event) => {
       event.stopPropagation();
       if (event.key !== "Enter" && event.key !== "Escape") return;
       event.preventDefault(); // or it presses the button that gets the focus
       done(event.key === "Enter" ? input.value : name);
-    });
-    input.addEventListener("blur", () => done(input.value));
+    };
     return input;
   }
 
   #onKey(event) {
     const item = event.target.closest("li");
-    const step = { ArrowUp: "previousElementSibling", ArrowDown: "nextElementSibling" }[event.key];
-    if (step && !event.altKey) {
-      event.preventDefault();
-      item[step]?.querySelector(".open")?.focus();
-    } else if (event.key === "Delete") item.querySelector(".remove").focus();
+    const next = item?.[{ ArrowUp: "previousElementSibling", ArrowDown: "nextElementSibling" }[event.key]];
+    if (event.key === "Delete") item.querySelector(".remove").focus();
+    if (!next || event.altKey) return;
+    event.preventDefault();
+    next.querySelector(".open")?.focus();
   }
 }
 

@@ -7,30 +7,26 @@ import { el, oncePerFrame } from "./dom.js";
 const HISTORY = 120; // snapshots: a minute
 const PERIOD_S = 0.5;
 const MAX_STEPS = 64;
-const RETRY_MS = [1000, 2000, 5000];
-const LATENCIES = [
-  ["time_to_first_token", "First token"],
-  ["inter_token", "Between tokens"],
-  ["e2e", "Whole answer"],
-  ["queue", "In the queue"],
-  ["loop_lag", "Loop lag"],
-];
-const SHARES = ["p50", "p90", "p99"];
+const MAX_RETRY_MS = 5000;
+const LATENCIES = {
+  time_to_first_token: "First token", inter_token: "Between tokens", e2e: "Whole answer", queue: "In the queue",
+  loop_lag: "Loop lag",
+};
+const PERCENTILES = ["p50_ms", "p90_ms", "p99_ms"];
 
 const whole = (value) => Math.round(value).toLocaleString("en");
 const short = (value) => (value < 10_000 ? String(value) : `${Math.round(value / 1000)}k`);
+const percent = (share) => `${Math.round(100 * share)} %`;
 const sum = (counts) => Object.values(counts).reduce((total, count) => total + count, 0);
 const ms = (value) => (value < 10 ? value.toFixed(2) : value < 100 ? value.toFixed(1) : whole(value));
 
 export class Dashboard {
   #parts = {}; // by data-part in index.html
   #tiles = {};
-  #charts = {};
+  #charts;
   #panel;
-  #isVisible = false;
   #controller = null;
-  #rates = { generation: [], prompt: [] };
-  #steps = [];
+  #rates = []; // of the last snapshots
   #latest = null;
   #finishedPerS = 0;
   #drawSoon = oncePerFrame(() => this.#draw());
@@ -39,175 +35,143 @@ export class Dashboard {
     this.#panel = panel;
     for (const node of panel.querySelectorAll("[data-part]")) this.#parts[node.dataset.part] = node;
     for (const node of panel.querySelectorAll("[data-tile]")) this.#tiles[node.dataset.tile] = node;
-    this.#makeCharts();
+    this.#charts = this.#makeCharts();
     document.addEventListener("visibilitychange", () => this.#follow());
     document.addEventListener("theme", () => {
       for (const chart of Object.values(this.#charts)) chart.forgetColours();
       this.#drawSoon();
     });
-    new ResizeObserver(this.#drawSoon).observe(panel);
-  }
-
-  setVisible(isVisible) {
-    this.#isVisible = isVisible;
-    this.#follow();
+    new ResizeObserver(() => this.#follow()).observe(panel); // which opening and closing are, too
   }
 
   /** Connected exactly while somebody can see it. */
   #follow() {
-    const wanted = this.#isVisible && !document.hidden;
+    const wanted = this.#panel.offsetWidth > 0 && !document.hidden;
+    this.#drawSoon();
     if (wanted === (this.#controller !== null)) return;
-    if (wanted) {
-      this.#controller = new AbortController();
-      this.#watch(this.#controller.signal);
-    } else {
-      this.#controller.abort();
-      this.#controller = null;
-    }
+    this.#controller?.abort();
+    this.#controller = wanted ? new AbortController() : null;
+    if (wanted) this.#watch(this.#controller.signal);
   }
 
   async #watch(signal) {
-    for (let failures = 0; !signal.aborted; failures++) {
+    for (let waitMs = 1000; !signal.aborted; waitMs = Math.min(2 * waitMs, MAX_RETRY_MS)) {
       try {
-        const response = await request("dashboard/events", { signal });
-        for await (const events of eventBatches(response)) {
-          failures = 0;
+        for await (const events of eventBatches(await request("dashboard/events", { signal }))) {
+          waitMs = 500;
           for (const event of events) this.#take(JSON.parse(event));
         }
-        this.#say("lost", "The server ended the feed. Trying again …");
+        this.#lose("The server ended the feed. Trying again …");
       } catch (error) {
         if (signal.aborted) return;
-        if (error.status === 401) return this.#giveUp(error.message);
-        this.#say("lost", `${error.message} Trying again …`);
+        const isRefused = error.status === 401; // nobody gave the key: opening the panel asks again
+        this.#lose(isRefused ? error.message : `${error.message} Trying again …`);
+        if (isRefused) return (this.#controller = null);
       }
-      await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(failures, RETRY_MS.length - 1)]));
+      await new Promise((resolve) => setTimeout(resolve, waitMs));
     }
-  }
-
-  /** Nobody gave the key: to be asked again, close the panel and open it. */
-  #giveUp(message) {
-    this.#controller = null;
-    this.#say("lost", message);
   }
 
   #take(snapshot) {
-    if (snapshot.server) return this.#begin(snapshot.server);
-    const before = this.#latest;
+    const { monotonic, totals, rates, server } = snapshot;
+    if (server) {
+      this.#rates = [];
+      this.#latest = null;
+      return this.#say("live", [server.architecture, server.dtype, server.device, server.attention_backend].join(" · "));
+    }
+    const before = this.#latest ?? snapshot;
+    const seconds = Math.max(monotonic - before.monotonic, 1e-3);
+    this.#finishedPerS = (sum(totals.finished) - sum(before.totals.finished)) / seconds;
+    this.#rates = [...this.#rates, rates].slice(-HISTORY);
     this.#latest = snapshot;
-    if (before) this.#note(before, snapshot);
-    const last = this.#steps.at(-1)?.step_id ?? -1;
-    this.#steps.push(...snapshot.steps.filter((step) => step.step_id > last));
-    this.#steps.splice(0, this.#steps.length - MAX_STEPS);
     this.#drawSoon();
   }
 
-  /** Rates are differences of totals over the time between two snapshots. */
-  #note({ monotonic, totals: old }, { monotonic: now, totals }) {
-    const seconds = Math.max(now - monotonic, 1e-3);
-    const computed = (counts) => counts.prompt_tokens - counts.cached_tokens;
-    const rates = {
-      generation: (totals.generation_tokens - old.generation_tokens) / seconds,
-      prompt: (computed(totals) - computed(old)) / seconds,
-    };
-    for (const [name, values] of Object.entries(this.#rates)) {
-      values.push(rates[name]);
-      if (values.length > HISTORY) values.shift();
-    }
-    this.#finishedPerS = (sum(totals.finished) - sum(old.finished)) / seconds;
-  }
-
-  #begin(server) {
-    this.#rates = { generation: [], prompt: [] };
-    this.#steps = [];
+  /** Nothing old is shown as if it were the case; the style sheet hides the rest. */
+  #lose(why) {
     this.#latest = null;
-    this.#say("live", [server.architecture, server.dtype, server.device, server.attention_backend].join(" · "));
+    this.#say("lost", why);
+    for (const tile of Object.values(this.#tiles)) tile.textContent = "no connection";
   }
 
-  /** Without a connection nothing old is shown as if it were the case; the style sheet hides the rest. */
   #say(state, text) {
     this.#parts.live.dataset.state = state;
     this.#parts.live.textContent = text;
     this.#panel.classList.toggle("lost", state === "lost");
-    if (state !== "lost") return;
-    this.#latest = null;
-    for (const tile of Object.values(this.#tiles)) tile.textContent = "no connection";
   }
-
-  // --- what it looks like ---
 
   #makeCharts() {
     const fill = (name) => () => this.#colour(name);
     const shown = (text) => (_, value) => (value == null ? "–" : text(value));
     const line = (name, label, scale) => ({ label, scale, stroke: fill(name), value: shown(whole) });
-    const bar = (name, label, value) => ({ label, scale: "ms", stroke: fill(name), fill: fill(name), width: 0, paths: bars, value });
-    const fromZero = (_, least, most) => [0, Math.max(1, most * 1.08)];
+    const bar = (name, label) =>
+      ({ label, scale: "ms", stroke: fill(name), fill: fill(name), width: 0, paths: bars, value: shown(ms) });
+    const fromZero = (atLeast) => ({ range: (_, least, most) => [0, Math.max(atLeast, most * 1.08)] });
     const few = (_, values) => values.map((value) => (value === null ? "" : short(value)));
-    this.#charts = {
+    return {
       lines: new Chart(this.#parts.lines, {
         x: { label: "s", value: shown((value) => value.toFixed(1)) },
         series: [line("generation", "generated", "out"), line("prompt", "prompt", "in")],
         axes: [{ size: 18 }, { scale: "out", values: few }, { scale: "in", side: 1, values: few, grid: { show: false } }],
-        scales: { x: { time: false, range: [-HISTORY * PERIOD_S, 0] }, out: { range: fromZero }, in: { range: fromZero } },
+        scales: { x: { time: false, range: [-HISTORY * PERIOD_S, 0] }, out: fromZero(1), in: fromZero(1) },
       }),
       steps: new Chart(this.#parts.steps, {
         x: { label: "step", value: shown(whole) },
-        series: [bar("generation", "ms", shown(ms)), bar("prompt", "of it prompt", shown(ms))],
+        series: [bar("generation", "ms"), bar("prompt", "of it prompt")],
         axes: [{ size: 18, values: few }, { scale: "ms", values: few }],
-        scales: { x: { time: false, range: (_, first, last) => [first - 0.7, last + 0.7] }, ms: { range: (_, least, most) => [0, Math.max(1e-3, most * 1.08)] } },
+        scales: { x: { time: false, range: (_, first, last) => [first - 0.7, last + 0.7] }, ms: fromZero(1e-3) },
       }),
     };
   }
 
   #draw() {
-    const snapshot = this.#latest;
-    if (!snapshot || !this.#isVisible) return;
-    this.#drawTiles(snapshot);
-    this.#drawLines();
-    this.#drawPages(snapshot.pages);
-    this.#drawSteps();
-    this.#parts.latencyNote.textContent = "ms, last minute";
-    this.#parts.latency.replaceChildren(...LATENCIES.map(([name, label]) => {
-      const values = SHARES.map((share) => snapshot.latencies[name][`${share}_ms`]);
-      const shown = values.map((value) => el("td", {}, value === null ? "–" : ms(value)));
-      return el("tr", {}, el("th", { scope: "row" }, label), ...shown);
-    }));
+    if (!this.#latest || !this.#controller) return;
+    this.#drawTiles(this.#latest);
+    this.#drawLines(this.#rates);
+    this.#drawPages(this.#latest.pages);
+    this.#drawSteps(this.#latest.steps.slice(-MAX_STEPS));
+    this.#drawLatencies(this.#latest.latencies);
   }
 
   #drawTiles({ running, waiting, swapped, rates, totals }) {
-    const set = (name, text) => (this.#tiles[name].textContent = text);
-    set("running", whole(running));
-    set("waiting", whole(waiting + swapped));
-    set("finished", this.#finishedPerS.toFixed(1));
-    set("generation", whole(rates.generation_tokens_per_s));
-    set("busy", `${Math.round(100 * rates.device_busy_share)} %`);
     const { prefix_cache_queries: queries, prefix_cache_hits: hits } = totals;
-    set("hits", queries ? `${Math.round((100 * hits) / queries)} %` : "–");
+    const texts = {
+      running: whole(running),
+      waiting: whole(waiting + swapped),
+      finished: this.#finishedPerS.toFixed(1),
+      generation: whole(rates.generation_tokens_per_s),
+      busy: percent(rates.device_busy_share),
+      hits: queries ? percent(hits / queries) : "–",
+    };
+    for (const [name, text] of Object.entries(texts)) this.#tiles[name].textContent = text;
   }
 
-  #drawLines() {
-    const { generation, prompt } = this.#rates;
-    const peak = (values) => whole(Math.max(0, ...values));
-    this.#label("lines", `peaks ${peak(generation)} and ${peak(prompt)}`);
-    const ago = generation.map((_, i) => (i + 1 - generation.length) * PERIOD_S);
-    this.#charts.lines.draw([ago, generation, prompt]);
+  #drawLines(rates) {
+    const generation = rates.map((one) => one.generation_tokens_per_s);
+    const prompt = rates.map((one) => one.prefill_tokens_per_s);
+    this.#label("lines", `peaks ${whole(Math.max(...generation))} and ${whole(Math.max(...prompt))}`);
+    this.#charts.lines.draw([rates.map((_, i) => (i + 1 - rates.length) * PERIOD_S), generation, prompt]);
   }
 
   #drawPages({ num_pages: pages, num_used: used, pages_per_cell: each, cells }) {
-    const note = each > 1 ? `, 1 in ${each} shown` : "";
-    this.#label("pages", `${whole(used)} of ${whole(pages)} in use${note}`);
+    this.#label("pages", `${whole(used)} of ${whole(pages)} in use${each > 1 ? `, 1 in ${each} shown` : ""}`);
     const [shared, own, cached, free] = ["shared", "used", "cached", "free"].map((name) => this.#colour(name));
     drawPages(this.#parts.pages, cells, { s: shared, u: own, c: cached, ".": free });
   }
 
-  #drawSteps() {
-    const steps = this.#steps;
-    const longest = Math.max(0, ...steps.map(({ duration }) => duration * 1000));
-    this.#label("steps", steps.length ? `last ${steps.length}, longest ${ms(longest)} ms` : "none yet");
-    this.#charts.steps.draw([
-      steps.map(({ step_id: id }) => id),
-      steps.map(({ duration }) => duration * 1000),
-      steps.map(({ duration, tokens, prefill_tokens: prompt }) => (duration * 1000 * prompt) / Math.max(1, tokens)),
-    ]);
+  #drawSteps(steps) {
+    const durations = steps.map(({ duration }) => duration * 1000);
+    const prompts = steps.map(({ tokens, prefill_tokens: prompt }, i) => (durations[i] * prompt) / Math.max(1, tokens));
+    this.#label("steps", steps.length ? `last ${steps.length}, longest ${ms(Math.max(...durations))} ms` : "none yet");
+    this.#charts.steps.draw([steps.map(({ step_id: id }) => id), durations, prompts]);
+  }
+
+  #drawLatencies(latencies) {
+    this.#parts.latency.replaceChildren(...Object.entries(LATENCIES).map(([name, label]) => {
+      const values = PERCENTILES.map((one) => latencies[name][one]);
+      const cells = values.map((value) => el("td", {}, value === null ? "–" : ms(value)));
+      return el("tr", {}, el("th", { scope: "row" }, label), ...cells);
+    }));
   }
 
   /** The note beside a title; it is the picture's text too. */

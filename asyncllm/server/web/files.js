@@ -11,37 +11,34 @@ export function download(name, text) {
   setTimeout(() => URL.revokeObjectURL(url), 10_000);
 }
 
-/** `button` asks for a file; `take(name, text)` gets it, and what it throws is shown. */
-export function fileButton(button, input, take) {
-  byId(button).addEventListener("click", () => byId(input).click());
-  byId(input).addEventListener("change", async ({ target }) => {
-    const [file] = target.files;
-    const notice = byId("notice");
+/** `button` asks for a file; `take(name, bytes)` gets it, and what it throws is shown. */
+export function fileButton(button, take) {
+  const input = byId(`${button}-file`);
+  const notice = byId("notice");
+  byId(button).onclick = () => input.click();
+  input.onchange = async () => {
+    const [file] = input.files;
+    notice.hidden = true;
     try {
       take(file.name, await file.arrayBuffer());
-      notice.hidden = true;
     } catch (error) {
       notice.textContent = `${file.name} was not taken: ${error.message}.`;
       notice.hidden = false;
     }
-    target.value = ""; // the same file may be chosen again
-  });
+    input.value = ""; // the same file may be chosen again
+  };
 }
 
 /** Throws for what is no text, or too much. */
 export function asText(bytes) {
   if (bytes.byteLength > MAX_TEXT_BYTES) throw new RangeError("it is longer than 1 MiB");
-  const text = decode(bytes);
-  if (text.includes("\0")) throw new TypeError("it is not a text file");
-  return text;
-}
-
-function decode(bytes) {
   try {
-    return new TextDecoder("utf-8", { fatal: true }).decode(bytes);
+    const text = new TextDecoder("utf-8", { fatal: true }).decode(bytes);
+    if (!text.includes("\0")) return text;
   } catch {
-    throw new TypeError("it is not a text file in UTF-8");
+    // said below
   }
+  throw new TypeError("it is not a text file in UTF-8");
 }
 
 /** A file within a message: its name, and its text between fences longer than any inside. */

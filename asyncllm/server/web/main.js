@@ -2,31 +2,35 @@
 
 import { request } from "./api.js";
 import { Chat } from "./chat.js";
+import { drawGauge } from "./context_gauge.js";
 import { newConversation } from "./conversation.js";
 import { ConversationList } from "./conversation_list.js";
 import { Dashboard } from "./dashboard.js";
-import { byId, el } from "./dom.js";
+import { byId, el, enterSends, onSubmit, setPanel, wide } from "./dom.js";
 import { asText, download, fileButton, quoted } from "./files.js";
 import { chooseModel, chosenModel, openSettings } from "./settings.js";
 import * as store from "./store.js";
 
-const EXAMPLES = ["What is the capital of France?", "Tell me a story about a fox.", "What is 12 + 30?"];
 const CURRENT = "asyncllm.current";
 const BOARD = "asyncllm.board"; // whether the dashboard is shown beside the chat
-const wide = matchMedia("(min-width: 72rem)"); // as in base.css
 
 const prompt = byId("prompt");
 let models = []; // as /v1/models says
 let conversations = store.loadConversations();
 
-const chat = new Chat(refresh, () => models.find(({ id }) => id === byId("model").value) ?? {});
+const model = () => models.find(({ id }) => id === byId("model").value) ?? {};
+const chat = new Chat(refresh, model);
 const list = new ConversationList({ open, rename, remove, isBusy: (id) => chat.isBusy(id) });
-const dashboard = new Dashboard(byId("board"));
+new Dashboard(byId("board"));
+
+const on = (id, event, act) => byId(id).addEventListener(event, act);
 
 // --- conversations ---
 
+const withId = (id) => conversations.find((one) => one.id === id);
+
 function open(id) {
-  const found = conversations.find((one) => one.id === id) ?? conversations[0] ?? newConversation();
+  const found = withId(id) ?? conversations[0] ?? newConversation();
   if (!conversations.includes(found)) conversations.unshift(found);
   sessionStorage.setItem(CURRENT, found.id);
   chat.show(found);
@@ -35,67 +39,66 @@ function open(id) {
 }
 
 function openNew() {
-  const empty = conversations.find((one) => !one.messages.length) ?? newConversation();
-  if (!conversations.includes(empty)) conversations.unshift(empty);
-  open(empty.id);
+  if (conversations.every((one) => one.messages.length)) conversations.unshift(newConversation());
+  open(conversations.find((one) => !one.messages.length).id);
   prompt.focus();
 }
 
 function remove(id) {
   chat.forget(id);
   store.deleteConversation(id);
-  conversations = conversations.filter((one) => one.id !== id);
-  if (chat.conversation.id === id) open(conversations[0]?.id);
-  else refresh();
+  replace(id);
 }
 
-function rename(id, title) {
-  const found = conversations.find((one) => one.id === id);
-  found.title = title;
-  store.saveConversation(found);
-  refresh();
-}
-
-function takeImported(name, bytes) {
-  const found = store.imported(new TextDecoder().decode(bytes));
-  if (!found.every(store.saveConversation)) throw new Error("this browser's storage is full");
-  conversations = store.loadConversations();
-  open(found[0]?.id);
-}
-
-byId("export").addEventListener("click", () => {
-  const day = new Date().toISOString().slice(0, 10);
-  download(`asyncllm-${day}.json`, store.exported(conversations.filter((one) => one.messages.length)));
-});
-fileButton("import", "import-file", takeImported);
-
-function openNeighbour(by) {
-  const at = conversations.indexOf(chat.conversation) + by;
-  if (conversations[at]) open(conversations[at].id);
-}
-
-function refresh() {
-  list.draw(conversations.filter((one) => one.messages.length), chat.conversation.id);
-  document.body.classList.toggle("answering", chat.busy);
-  byId("send").setAttribute("aria-label", chat.busy ? "Stop" : "Send");
-  byId("welcome").hidden = chat.conversation.messages.length > 0;
-}
-
-store.onOtherTab((id) => {
-  if (chat.isBusy(id)) return; // this tab writes it
-  const fresh = store.loadConversation(id);
+/** Shows conversation `id` as it is stored, or no more. */
+function replace(id, fresh) {
   conversations = conversations.filter((one) => one.id !== id);
   if (fresh) conversations.unshift(fresh);
   if (chat.conversation.id === id) open(id);
   else refresh();
+}
+
+function rename(id, title) {
+  store.saveConversation(Object.assign(withId(id), { title }));
+  refresh();
+}
+
+fileButton("import", (name, bytes) => {
+  const found = store.imported(new TextDecoder().decode(bytes));
+  if (!found.every(store.saveConversation)) throw new Error("this browser's storage is full");
+  conversations = store.loadConversations();
+  open(found[0]?.id);
 });
+
+on("export", "click", () => {
+  const day = new Date().toISOString().slice(0, 10);
+  download(`asyncllm-${day}.json`, store.exported(conversations.filter((one) => one.messages.length)));
+});
+
+function openNeighbour(by) {
+  const next = conversations[conversations.indexOf(chat.conversation) + by];
+  if (next) open(next.id);
+}
+
+function refresh() {
+  list.draw(conversations.filter((one) => one.messages.length), chat.conversation.id);
+  document.body.classList.toggle("answering", chat.isBusy());
+  byId("send").setAttribute("aria-label", chat.isBusy() ? "Stop" : "Send");
+  byId("welcome").hidden = chat.conversation.messages.length > 0;
+}
+
+store.onOtherTab((id) => chat.isBusy(id) || replace(id, store.loadConversation(id))); // this tab writes a busy one
 
 // --- the message box ---
 
 function submit() {
-  if (chat.busy || !prompt.value.trim()) return;
+  if (chat.isBusy() || !prompt.value.trim()) return;
   chat.send(prompt.value);
-  prompt.value = "";
+  setPrompt("");
+}
+
+function setPrompt(text) {
+  prompt.value = text;
   fitPrompt();
 }
 
@@ -104,45 +107,28 @@ function fitPrompt() {
   prompt.style.height = `${prompt.scrollHeight}px`;
 }
 
-byId("composer").addEventListener("submit", (event) => {
-  event.preventDefault();
-  if (chat.busy) chat.stop();
-  else submit();
-});
+// While an answer is written the button stops it; Enter does nothing.
+onSubmit(byId("composer"), ({ submitter }) => (chat.isBusy() && submitter ? chat.stop() : submit()));
+enterSends(prompt);
 prompt.addEventListener("input", fitPrompt);
-prompt.addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-  event.preventDefault();
-  submit();
-});
-fileButton("attach", "attach-file", (name, bytes) => {
-  prompt.value = `${prompt.value && `${prompt.value.trimEnd()}\n\n`}${quoted(name, asText(bytes))}`;
-  fitPrompt();
+fileButton("attach", (name, bytes) => {
+  setPrompt(`${prompt.value && `${prompt.value.trimEnd()}\n\n`}${quoted(name, asText(bytes))}`);
   prompt.focus();
 });
-byId("examples").append(...EXAMPLES.map((text) =>
-  el("li", {}, el("button", { type: "button", onclick: () => chat.busy || chat.send(text) }, text))));
+on("examples", "click", ({ target }) => target.matches("button") && chat.send(target.textContent));
 
 // --- panels: beside the chat where there is room, else drawers over it ---
 
-function setPanel(name, isOpen) {
-  document.body.dataset[name] = isOpen ? "open" : "closed";
-  byId(`toggle-${name}`).setAttribute("aria-expanded", String(isOpen));
-  if (name === "board") dashboard.setVisible(isOpen);
-}
-
 function toggle(name) {
   const isOpen = document.body.dataset[name] !== "open";
-  if (!wide.matches) closeDrawers();
+  closeDrawers();
   setPanel(name, isOpen);
-  if (name === "board" && wide.matches) localStorage.setItem(BOARD, isOpen ? "open" : "closed");
-  if (isOpen && !wide.matches) byId(name).querySelector("button, [tabindex]")?.focus();
+  if (!wide.matches && isOpen) byId(name).querySelector("button, [tabindex]")?.focus();
+  if (wide.matches && name === "board") localStorage.setItem(BOARD, isOpen ? "open" : "closed");
 }
 
 function closeDrawers() {
-  if (wide.matches) return;
-  setPanel("list", false);
-  setPanel("board", false);
+  if (!wide.matches) layOut();
 }
 
 function layOut() {
@@ -151,46 +137,36 @@ function layOut() {
 }
 
 wide.addEventListener("change", layOut);
-byId("toggle-list").addEventListener("click", () => toggle("list"));
-byId("toggle-board").addEventListener("click", () => toggle("board"));
-byId("scrim").addEventListener("click", closeDrawers);
-byId("new-chat").addEventListener("click", openNew);
-byId("open-settings").addEventListener("click", settings);
+on("toggle-list", "click", () => toggle("list"));
+on("toggle-board", "click", () => toggle("board"));
+on("scrim", "click", closeDrawers);
+on("new-chat", "click", openNew);
+on("open-settings", "click", () => openSettings(chat.conversation, () => store.saveConversation(chat.conversation)));
 
-function settings() {
-  openSettings(chat.conversation, () => store.saveConversation(chat.conversation));
-}
-
-// --- keys ---
-
-const ALT_KEYS = {
-  KeyN: openNew,
-  KeyR: () => chat.regenerate(),
-  KeyC: () => chat.continueAnswer(),
-  KeyE: () => chat.editLast(),
-  KeyS: settings,
-  KeyD: () => toggle("board"),
-  ArrowUp: () => openNeighbour(-1),
-  ArrowDown: () => openNeighbour(1),
-};
+const NEIGHBOURS = { ArrowUp: -1, ArrowDown: 1 };
 
 addEventListener("keydown", (event) => {
-  if (document.querySelector("dialog[open]") || event.isComposing) return;
-  const action = event.altKey && !event.ctrlKey && !event.metaKey ? ALT_KEYS[event.code] : null;
-  const types = event.target.matches("input, textarea, select");
-  if (action) action();
-  else if (event.key === "Escape") onEscape();
-  else if (event.key === "/" && !types && !event.ctrlKey && !event.metaKey) prompt.focus();
-  else return;
+  const { key, code, altKey, ctrlKey, metaKey, target } = event;
+  const isCommand = ctrlKey || metaKey;
+  if (event.isComposing || document.querySelector("dialog[open]")) return;
+  // A button names its key; of several, the last message's is meant.
+  const named = document.querySelectorAll(`[aria-keyshortcuts="Alt+${code.replace("Key", "")}"]`);
+  if (altKey && !isCommand && named.length) [...named].at(-1).click();
+  else if (altKey && !isCommand && NEIGHBOURS[key]) openNeighbour(NEIGHBOURS[key]);
+  else if (key === "Escape") onEscape();
+  else if (key === "/" && !isCommand && !target.matches("input, textarea, select")) prompt.focus();
+  else {
+    // What is typed when nothing has the focus is meant for the message box, after a dialog too.
+    if (key.length === 1 && !isCommand && !altKey && document.activeElement === document.body) prompt.focus();
+    return;
+  }
   event.preventDefault();
 });
 
-// What is typed when nothing has the focus is meant for the message box, after a dialog too.
-addEventListener("keydown", ({ key, ctrlKey, metaKey, altKey }) => {
-  const isText = key.length === 1 && !ctrlKey && !metaKey && !altKey;
-  if (isText && document.activeElement === document.body) prompt.focus();
-});
-for (const dialog of document.querySelectorAll("dialog")) dialog.addEventListener("close", () => prompt.focus());
+for (const dialog of document.querySelectorAll("dialog")) {
+  dialog.querySelector(".cancel").addEventListener("click", () => dialog.close());
+  dialog.addEventListener("close", () => prompt.focus());
+}
 
 function onEscape() {
   const isDrawerOpen = !wide.matches && document.body.matches("[data-list=open], [data-board=open]");
@@ -199,36 +175,30 @@ function onEscape() {
   prompt.focus();
 }
 
-// --- the model ---
-
 async function showModels() {
-  const about = byId("welcome-about");
   try {
-    const { data } = await (await request("v1/models")).json();
-    byId("model").replaceChildren(...data.map(({ id }) => el("option", { selected: id === chosenModel() }, id)));
-    byId("model").disabled = data.length < 2;
-    models = data;
+    ({ data: models } = await (await request("v1/models")).json());
+    byId("model").append(...models.map(({ id }) => el("option", { selected: id === chosenModel() }, id)));
+    byId("model").disabled = models.length < 2;
     describeModel();
-    chat.drawGauge();
   } catch (error) {
     byId("welcome-model").textContent = "No model to talk to";
-    about.textContent = `The server did not say which model it serves: ${error.message}`;
+    byId("welcome-about").textContent = `The server did not say which model it serves: ${error.message}`;
   }
 }
 
 function describeModel() {
-  const current = models.find(({ id }) => id === byId("model").value) ?? models[0];
-  byId("welcome-model").textContent = `This is ${current.id}`;
-  byId("examples").hidden = false;
-  const context = current.max_model_len.toLocaleString("en");
+  const { id, max_model_len: context } = model();
+  byId("welcome-model").textContent = `This is ${id}`;
   byId("welcome-about").textContent =
-    `${context} tokens of context. What you write stays in this browser and on this server. Try:`;
+    `${context.toLocaleString("en")} tokens of context. What you write stays in this browser and on this server. Try:`;
+  byId("examples").hidden = false;
+  drawGauge(chat.conversation, context);
 }
 
-byId("model").addEventListener("change", () => {
+on("model", "change", () => {
   chooseModel(byId("model").value);
   describeModel();
-  chat.drawGauge();
 });
 
 layOut();

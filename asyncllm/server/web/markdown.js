@@ -1,42 +1,35 @@
 // Text that still grows, as Markdown (CommonMark and GitHub's tables). `marked` finds the blocks.
 // Every block but the last is final: it is drawn once and left alone. The last one is drawn again
-// with each update, and is cut where it grows longer than LIMIT; top-level code grows line by line.
+// with each update, and is cut where it grows longer than LIMIT; top-level code grows by whole lines.
 // So the work per update is bounded, however long the answer.
 
-import { CodeBlock } from "./code_block.js";
 import { Marked, Tokenizer } from "./marked.js";
-import { plain, renderTokens } from "./markdown_nodes.js";
+import { CodeBlock, plain, renderTokens } from "./markdown_nodes.js";
 import { MATH } from "./math.js";
 
 const LIMIT = 4096; // characters of the open block
 const MAX_DEPTH = 8; // quotes and lists in each other
-const FENCE = /^( {0,3})(`{3,}|~{3,})([^\n]*)/;
+const FENCE = /^( {0,3})(`{3,}|~{3,})([^\n]*)\n?/;
+const MAY_END = /^ {0,3}(`+|~+)[ \t]*$/; // perhaps a closing fence's first half
+
+let depth = 0;
 
 /** Deeper quotes and lists are text: each level is a recursion of the lexer. */
-class ShallowTokenizer extends Tokenizer {
-  #depth = 0;
-
-  blockquote(src) {
-    return this.#deeper(() => super.blockquote(src));
-  }
-
-  list(src) {
-    return this.#deeper(() => super.list(src));
-  }
-
-  #deeper(tokenize) {
-    if (this.#depth >= MAX_DEPTH) return undefined;
-    this.#depth += 1;
+function shallow(tokenize) {
+  return function (src) {
+    if (depth >= MAX_DEPTH) return undefined;
+    depth += 1;
     try {
-      return tokenize();
+      return tokenize.call(this, src);
     } finally {
-      this.#depth -= 1;
+      depth -= 1;
     }
-  }
+  };
 }
 
 const marked = new Marked({ extensions: MATH });
-marked.defaults.tokenizer = new ShallowTokenizer();
+const { blockquote, list } = Tokenizer.prototype;
+marked.defaults.tokenizer = Object.assign(new Tokenizer(), { blockquote: shallow(blockquote), list: shallow(list) });
 
 export class MarkdownStream {
   parsedChars = 0; // work done so far; a test holds it to the text's length
@@ -46,7 +39,7 @@ export class MarkdownStream {
   #numClosed = 0; // child nodes that will not change
   #open = ""; // whole lines of the open block
   #rest = ""; // what follows them: lines not looked at, and one without its end
-  #code = null; // {block, indent, marks} of open top-level code
+  #code = null; // {block, indent, end} of open top-level code; `open` is empty then
   #links = {}; // [name]: address
   #mayLink = []; // {raw, nodes}: closed blocks with brackets, for names defined later
 
@@ -65,47 +58,42 @@ export class MarkdownStream {
 
   /** The text is complete. */
   finish() {
-    if (this.#code) this.#rest = this.#endCode(isEnd(this.#rest, this.#code.marks) ? "" : this.#rest);
     this.#open += this.#rest;
+    if (this.#code) this.#takeCode();
+    this.#code?.block.finish();
+    this.#code = null;
     this.#closeAll();
-    if (Object.keys(this.#links).length) this.#mayLink.forEach((drawn) => this.#drawAgain(drawn));
-    this.#mayLink = [];
+    for (const { raw, nodes } of Object.keys(this.#links).length ? this.#mayLink : []) {
+      nodes[0].before(...renderTokens(this.#lex(raw), { ...this.#rules, isFinal: true }));
+      for (const node of nodes) node.remove();
+    }
   }
 
   /** Moves whole lines from rest to open, as many as there is room for; false when none is left. */
   #takeLines() {
-    if (this.#code) return this.#takeCode();
-    const room = LIMIT - this.#open.length;
-    let end = this.#rest.lastIndexOf("\n", room - 1) + 1;
+    const { length } = this.#open;
+    let end = this.#rest.lastIndexOf("\n", LIMIT - length - 1) + 1;
     if (!end) {
-      const next = this.#rest.indexOf("\n") + 1 || this.#rest.length;
-      if (next <= room || (!this.#rest.includes("\n") && next <= LIMIT)) return false;
-      if (this.#open) return this.#makeRoom();
-      end = this.#rest.lastIndexOf(" ", LIMIT - 1) + 1 || LIMIT; // a line without end
+      const isPart = !this.#rest.includes("\n");
+      if (isPart && (this.#code || this.#rest.length <= LIMIT)) return false;
+      if (length) return this.#closeAll(); // the only block, and too long
+      if (this.#code) end = this.#rest.indexOf("\n") + 1;
+      else end = this.#rest.lastIndexOf(" ", LIMIT - 1) + 1 || LIMIT; // a line without end
     }
     this.#open += this.#rest.slice(0, end);
     this.#rest = this.#rest.slice(end);
-    if (!this.#open.endsWith("\n")) this.#closeAll();
-    return true;
-  }
-
-  /** Closes all but the last block, or where it is the only one, that. */
-  #makeRoom() {
-    const before = this.#open.length;
-    this.#settle();
-    if (this.#open.length === before && !this.#code) this.#closeAll();
-    return true;
+    return this.#open.endsWith("\n") || this.#closeAll();
   }
 
   /** What comes can change only the last block. */
   #settle() {
-    if (this.#code || !this.#open) return;
+    if (this.#code) return this.#takeCode();
     const tokens = this.#lex(this.#open);
     // Maths without an end may turn out to belong to the paragraph before it.
     const last = tokens.findLastIndex(({ type, text }) => type !== "space" && !(type === "math" && !text));
     if (last > 0) this.#close(tokens.slice(0, last));
-    const fence = tokens[last]?.type === "code" ? FENCE.exec(this.#open) : null;
-    if (fence && !isClosed(this.#open, fence[2])) this.#openCode(fence);
+    const fence = tokens[last]?.type === "code" && FENCE.exec(this.#open);
+    if (fence) this.#openCode(fence);
   }
 
   #close(tokens) {
@@ -124,12 +112,7 @@ export class MarkdownStream {
   #closeAll() {
     this.#close(this.#lex(this.#open));
     this.#open = "";
-  }
-
-  #drawAgain({ raw, nodes }) {
-    const tokens = this.#lex(raw);
-    nodes[0].before(...renderTokens(tokens, { ...this.#rules, isFinal: true }));
-    for (const node of nodes) node.remove();
+    return true;
   }
 
   #lex(text) {
@@ -140,15 +123,10 @@ export class MarkdownStream {
   }
 
   #draw() {
-    if (this.#code) {
-      const { block, marks } = this.#code;
-      const mayEnd = isEnd(this.#rest, marks[0]); // perhaps the fence's first half
-      block.tail(mayEnd ? "" : this.#rest);
-    } else {
-      this.#trim();
-      const tokens = this.#lex(this.#open + this.#rest);
-      this.#root.append(...renderTokens(tokens, { ...this.#rules, isFinal: false }));
-    }
+    if (this.#code) return this.#code.block.tail(MAY_END.test(this.#rest) ? "" : this.#rest);
+    this.#trim();
+    const tokens = this.#lex(this.#open + this.#rest);
+    this.#root.append(...renderTokens(tokens, { ...this.#rules, isFinal: false }));
   }
 
   /** Removes what was drawn of the open block. */
@@ -156,48 +134,28 @@ export class MarkdownStream {
     while (this.#root.childNodes.length > this.#numClosed) this.#root.lastChild.remove();
   }
 
-  // --- top-level code ---
-
   #openCode([line, { length: indent }, marks, language]) {
     this.#trim();
-    this.#code = { block: new CodeBlock(plain(language)), indent, marks };
+    const end = new RegExp(`^ {0,3}${marks}${marks[0]}*[ \t]*(?:\n|$)`, "m");
+    this.#code = { block: new CodeBlock(plain(language)), indent, end };
     this.#root.append(this.#code.block.node);
     this.#numClosed += 1;
-    this.#rest = this.#open.slice(line.length + 1) + this.#rest;
-    this.#open = "";
+    this.#open = this.#open.slice(line.length);
+    this.#takeCode();
   }
 
+  /** Moves the open lines into the code, up to the one that ends it. */
   #takeCode() {
-    const end = this.#rest.indexOf("\n");
-    if (end === -1) return false;
-    const line = this.#rest.slice(0, end);
-    this.#rest = this.#rest.slice(end + 1);
-    const { block, indent, marks } = this.#code;
+    const { block, indent, end } = this.#code;
+    const found = end.exec(this.#open);
     block.tail("");
-    if (isEnd(line, marks)) this.#endCode();
-    else block.append(line.slice(Math.min(indent, line.search(/[^ ]|$/))) + "\n");
-    return true;
-  }
-
-  /** `last` is a line that the text ended in. */
-  #endCode(last = "") {
-    const { block } = this.#code;
-    block.tail("");
-    block.append(last);
+    block.append(this.#open.slice(0, found?.index).replace(new RegExp(`^ {0,${indent}}`, "gm"), ""));
+    this.#open = found ? this.#open.slice(found.index + found[0].length) : "";
+    if (!found) return;
     block.finish();
     this.#code = null;
-    return "";
+    this.#settle();
   }
 }
 
-/** Whether `line` ends code that was opened with `marks`. */
-function isEnd(line, marks) {
-  const end = /^ {0,3}(`+|~+)[ \t]*$/.exec(line)?.[1] ?? "";
-  return end.length >= marks.length && end[0] === marks[0];
-}
-
-const isClosed = (text, marks) => text.split("\n").slice(1).some((line) => isEnd(line, marks));
-
-function isWebAddress(url) {
-  return URL.canParse(url) && /^https?:$/.test(new URL(url).protocol);
-}
+const isWebAddress = (url) => URL.canParse(url) && /^https?:$/.test(new URL(url).protocol);

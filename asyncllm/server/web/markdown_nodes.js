@@ -1,14 +1,15 @@
-// marked's tokens as DOM nodes, a pure function. The text was written by a model: nothing in it is
-// ever read as HTML, which is shown as the text it is.
+// marked's tokens as DOM nodes. The text was written by a model: nothing in it is ever read as HTML,
+// which is shown as the text it is.
 
 import { characterEntities } from "./character-entities.js";
-import { CodeBlock } from "./code_block.js";
-import { el } from "./dom.js";
+import { copyButton, el } from "./dom.js";
+import highlighter from "./highlight.js";
 import { mathNode } from "./math.js";
 
 const ENTITY = /&(?:#x([0-9a-f]{1,6})|#(\d{1,7})|([a-z][a-z0-9]{1,31}));/gi;
 const INDENT = /[ \t]*\n[ \t]*/g;
 const ESCAPE = /\\([!-/:-@[-`{-~])/g;
+const MAX_COLOURED = 50_000; // characters; longer code stays plain
 
 /** `rules`: {canLink(url), isFinal}; text that is not final is drawn again soon, without colours. */
 export function renderTokens(tokens, rules) {
@@ -27,8 +28,7 @@ const RENDER = {
   del: inside("del"),
   em: inside("em"),
   escape: ({ text }) => text,
-  // The page itself has levels 1 and 2.
-  heading: (token, rules) => inside(`h${Math.min(6, token.depth + 2)}`)(token, rules),
+  heading: (token, rules) => inside(`h${Math.min(6, token.depth + 2)}`)(token, rules), // the page has levels 1 and 2
   hr: () => el("hr"),
   html: ({ text, block }) => (block ? el("p", {}, text.trimEnd()) : text),
   image: (token, rules) => anchor(token, plainText(token.tokens, rules), rules),
@@ -49,9 +49,8 @@ function codeBlock({ lang, text }, { isFinal }) {
 }
 
 function list({ ordered, start, items }, rules) {
-  const node = el(ordered ? "ol" : "ul", ordered && start !== 1 ? { start } : {});
-  node.append(...items.map((item) => inside("li")(item, rules)));
-  return node;
+  const attributes = { start: ordered && start !== 1 && String(start) };
+  return el(ordered ? "ol" : "ul", attributes, ...items.map((item) => inside("li")(item, rules)));
 }
 
 /** A link that leads nowhere good stays the text it was written as. */
@@ -78,7 +77,42 @@ export const plain = (info) => decode(info.replace(ESCAPE, "$1"));
 const decode = (text) => text.replace(ENTITY, (whole, hex, decimal, name) =>
   name ? (characterEntities[name] ?? whole) : character(hex ? parseInt(hex, 16) : Number(decimal)));
 
-function character(code) {
-  const isValid = code > 0 && code <= 0x10ffff && !(code >= 0xd800 && code < 0xe000);
-  return isValid ? String.fromCodePoint(code) : "\ufffd";
+const character = (code) =>
+  code > 0 && code <= 0x10ffff && !(code >= 0xd800 && code < 0xe000) ? String.fromCodePoint(code) : "\ufffd";
+
+/** A figure that code is appended to, coloured by highlight.js when it is complete. */
+export class CodeBlock {
+  #code = el("code");
+  #tail = document.createTextNode(""); // the line that is still being written
+
+  /** `info` is what follows the opening fence: its first word names the language. */
+  constructor(info) {
+    this.language = info.trim().split(/\s/)[0];
+    this.#code.append(this.#tail);
+    this.node = el("figure", { class: "code" },
+      el("figcaption", {}, el("span", {}, this.language), copyButton(() => this.#code.textContent)),
+      el("pre", { tabindex: "0" }, this.#code));
+  }
+
+  append(text) {
+    this.#tail.before(text); // text nodes side by side: none is ever copied
+  }
+
+  tail(text) {
+    this.#tail.data = text;
+  }
+
+  /** Nothing is appended any more. */
+  finish() {
+    const text = this.#code.textContent;
+    if (!highlighter.getLanguage(this.language) || text.length > MAX_COLOURED) return;
+    const { _emitter: emitter } = highlighter.highlight(text, { language: this.language });
+    this.#code.replaceChildren(...emitter.rootNode.children.map(coloured));
+  }
+}
+
+/** highlight.js's token tree: strings, and {scope, children}. */
+function coloured(token) {
+  const scope = token.scope?.split(".")[0];
+  return token.children ? el("span", { class: scope && `hl-${scope}` }, ...token.children.map(coloured)) : token;
 }

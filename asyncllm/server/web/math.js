@@ -9,14 +9,9 @@ const BLANK_LINE = /\n[ \t]*\n/;
 
 /** Extensions of marked's lexer: tokens {type: "math", raw, text, isDisplay}. */
 export const MATH = [
-  { name: "math", level: "block", start: blockStart, tokenizer: blockMath },
+  { name: "math", level: "block", start: (src) => src.search(/(?<=\n) {0,3}(?:\$\$|\\\[)/), tokenizer: blockMath },
   { name: "math", level: "inline", start: (src) => src.search(/\\[([]|\$/), tokenizer: inlineMath },
 ];
-
-function blockStart(src) {
-  const at = src.search(/\n {0,3}(?:\$\$|\\\[)/);
-  return at === -1 ? undefined : at + 1;
-}
 
 /**
  * A line of its own, or several where the first holds no more than the start. Without an end, which
@@ -61,19 +56,12 @@ export function mathNode(text, isDisplay) {
 function draw(tree) {
   if (tree.text !== undefined) return document.createTextNode(tree.text);
   const node = tree.type ? document.createElementNS(MATHML, tree.type) : document.createDocumentFragment();
-  for (const [name, value] of Object.entries((tree.type && tree.attributes) || {})) {
-    if (name === "style") style(node, value);
-    else node.setAttribute(name, value);
-  }
-  if (tree.type && tree.classes.length) node.setAttribute("class", tree.classes.join(" "));
-  if (tree.type) Object.assign(node.style, tree.style);
   node.append(...tree.children.map(draw));
+  if (!tree.type) return node;
+  const { style = "", ...attributes } = tree.attributes;
+  node.style.cssText = style;
+  Object.assign(node.style, tree.style);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  if (tree.classes.length) node.setAttribute("class", tree.classes.join(" "));
   return node;
-}
-
-function style(node, text) {
-  for (const rule of text.split(";").filter((part) => part.includes(":"))) {
-    const [name, value] = rule.split(":");
-    node.style.setProperty(name.trim(), value.trim());
-  }
 }

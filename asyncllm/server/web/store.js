@@ -3,6 +3,7 @@
 
 import { newAnswer } from "./answer.js";
 import { newConversation } from "./conversation.js";
+import { parse } from "./dom.js";
 
 const PREFIX = "asyncllm.chat.";
 const SETTINGS = "asyncllm.settings";
@@ -11,9 +12,8 @@ const TEXTS = ["finish", "error"]; // of an answer, null until they are known; i
 
 /** The newest first. What cannot be read (another version's, damaged) is left out. */
 export function loadConversations() {
-  const keys = Object.keys(localStorage).filter((key) => key.startsWith(PREFIX));
-  const found = keys.map((key) => parse(localStorage.getItem(key))).filter(isConversation);
-  return found.sort((a, b) => b.updated - a.updated);
+  const ids = Object.keys(localStorage).filter((key) => key.startsWith(PREFIX)).map((key) => key.slice(PREFIX.length));
+  return ids.map(loadConversation).filter(Boolean).sort((a, b) => b.updated - a.updated);
 }
 
 export function loadConversation(id) {
@@ -22,14 +22,11 @@ export function loadConversation(id) {
 }
 
 /** False when the browser has no room for it. */
-export function saveConversation(conversation) {
-  return put(PREFIX + conversation.id, toJson(conversation));
-}
-
+export const saveConversation = (conversation) => put(PREFIX + conversation.id, conversation);
 export const deleteConversation = (id) => localStorage.removeItem(PREFIX + id);
 
 export const loadSettings = () => parse(localStorage.getItem(SETTINGS)) ?? {};
-export const saveSettings = (settings) => put(SETTINGS, JSON.stringify(settings));
+export const saveSettings = (settings) => put(SETTINGS, settings);
 
 /** All of them as the text of one file. */
 export const exported = (conversations) => toJson({ format: EXPORT, version: 1, conversations });
@@ -40,18 +37,17 @@ export function imported(text) {
   if (file?.format !== EXPORT || !file.conversations?.every(isConversation)) {
     throw new TypeError("this is no file that the page exported");
   }
-  return file.conversations.map(({ title, updated, system, messages }) => {
+  return file.conversations.map(({ messages, ...given }) => {
     const fresh = newConversation();
-    return { ...likeIn(fresh, { title, updated, system }), id: fresh.id, messages: messages.map(cleanMessage) };
+    return { ...likeIn(fresh, { ...given, numDropped: 0 }), id: fresh.id, messages: messages.map(cleanMessage) };
   });
 }
 
 /** Only known fields of the right kind, from a file that anybody may have written. */
 function cleanMessage(message) {
-  const clean = likeIn(message.role === "user" ? { role: "user", content: "" } : newAnswer(0), message);
-  clean.toolCalls = clean.toolCalls?.map((call) => likeIn({ id: "", name: "", arguments: "" }, call ?? {}));
-  delete clean.tokens;
-  return clean;
+  if (message.role === "user") return likeIn({ role: "user", content: "" }, message);
+  const { tokens, ...clean } = likeIn(newAnswer(0), message);
+  return { ...clean, toolCalls: clean.toolCalls.map((call) => likeIn({ id: "", name: "", arguments: "" }, call ?? {})) };
 }
 
 /** `example` with those values of `given` that are of the same kind. */
@@ -66,9 +62,7 @@ function likeIn(example, given) {
 
 /** Calls `changed(id)` when another tab wrote or deleted a conversation. */
 export function onOtherTab(changed) {
-  window.addEventListener("storage", ({ key }) => {
-    if (key?.startsWith(PREFIX)) changed(key.slice(PREFIX.length));
-  });
+  addEventListener("storage", ({ key }) => key?.startsWith(PREFIX) && changed(key.slice(PREFIX.length)));
 }
 
 const toJson = (value) => JSON.stringify(value, (name, kept) => (name === "tokens" ? undefined : kept));
@@ -76,20 +70,11 @@ const toJson = (value) => JSON.stringify(value, (name, kept) => (name === "token
 const isConversation = (value) =>
   typeof value?.id === "string" && Array.isArray(value.messages) && value.messages.every(isMessage);
 
-const isMessage = (value) =>
-  (value?.role === "user" || value?.role === "assistant") && typeof value.content === "string";
+const isMessage = (value) => ["user", "assistant"].includes(value?.role) && typeof value.content === "string";
 
-function parse(text) {
+function put(key, value) {
   try {
-    return JSON.parse(text);
-  } catch {
-    return null; // not ours, or damaged
-  }
-}
-
-function put(key, text) {
-  try {
-    localStorage.setItem(key, text);
+    localStorage.setItem(key, toJson(value));
     return true;
   } catch (error) {
     if (error.name === "QuotaExceededError") return false;

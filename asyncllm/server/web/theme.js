@@ -1,22 +1,18 @@
 // Light or dark, before the first paint: the one script that is no module, so that it runs at once.
 {
   const KEY = "asyncllm.theme";
-  const root = document.documentElement;
+  const { dataset } = document.documentElement;
   const dark = matchMedia("(prefers-color-scheme: dark)");
-  const wanted = () => localStorage.getItem(KEY) ?? (dark.matches ? "dark" : "light");
+  const system = () => (dark.matches ? "dark" : "light");
   const apply = () => {
-    root.dataset.theme = wanted();
+    dataset.theme = localStorage.getItem(KEY) ?? system();
     document.dispatchEvent(new Event("theme"));
   };
   apply();
   dark.addEventListener("change", apply);
-  addEventListener("DOMContentLoaded", () => {
-    document.getElementById("toggle-theme").addEventListener("click", () => {
-      const next = wanted() === "dark" ? "light" : "dark";
-      const isSystem = next === (dark.matches ? "dark" : "light");
-      if (isSystem) localStorage.removeItem(KEY); // follow the system again
-      else localStorage.setItem(KEY, next);
-      apply();
-    });
-  });
+  addEventListener("DOMContentLoaded", () => (document.getElementById("toggle-theme").onclick = () => {
+    localStorage.setItem(KEY, dataset.theme === "dark" ? "light" : "dark");
+    if (localStorage.getItem(KEY) === system()) localStorage.removeItem(KEY); // follow the system again
+    apply();
+  }));
 }

@@ -7,36 +7,28 @@ export class TokensView {
   node = el("div", {
     class: "tokens", tabindex: "0", role: "group", hidden: true,
     "aria-label": "Tokens, arrow keys to step through",
+    onpointerover: ({ target }) => this.#show(target.closest("span")),
+    onpointerleave: hideTip, onblur: hideTip, onkeydown: (event) => this.#step(event),
   });
 
-  #tokens = [];
+  #tokens = new Map(); // by their nodes
   #current = null;
-
-  constructor() {
-    this.node.addEventListener("pointerover", ({ target }) => this.#show(target.closest("span")));
-    this.node.addEventListener("pointerleave", hideTip);
-    this.node.addEventListener("blur", hideTip);
-    this.node.addEventListener("keydown", (event) => this.#step(event));
-  }
 
   /** `tokens` only ever grows. */
   update(tokens) {
-    for (let i = this.#tokens.length; i < tokens.length; i++) {
-      const token = tokens[i];
-      const node = el("span", { "data-index": i }, token.text);
+    for (const token of tokens.slice(this.#tokens.size)) {
+      const node = el("span", {}, token.text);
       node.style.setProperty("--doubt", (1 - Math.exp(token.logprob)).toFixed(3));
       this.node.append(node);
-      this.#tokens.push(token);
+      this.#tokens.set(node, token);
     }
   }
 
   #step(event) {
-    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (!by) return;
+    const side = { ArrowLeft: "previousSibling", ArrowRight: "nextSibling" }[event.key];
+    if (!side) return;
     event.preventDefault();
-    const all = this.node.children;
-    const next = this.#current ? Number(this.#current.dataset.index) + by : 0;
-    if (all[next]) this.#show(all[next]);
+    this.#show(this.#current ? this.#current[side] : this.node.firstChild);
   }
 
   #show(node) {
@@ -44,17 +36,16 @@ export class TokensView {
     this.#current?.classList.remove("current");
     this.#current = node;
     node.classList.add("current");
-    showTip(node, this.#tokens[Number(node.dataset.index)]);
+    showTip(node, this.#tokens.get(node));
   }
 }
 
 function showTip(anchor, token) {
   const others = token.top.filter((other) => other.text !== token.text);
-  const rows = [token, ...others].map((one, i) => {
+  const rows = [token, ...others].map(({ text, logprob }, i) => {
     const bar = el("i");
-    bar.style.setProperty("--p", Math.exp(one.logprob).toFixed(4));
-    return el("tr", { class: i ? null : "own" },
-      el("td", {}, visible(one.text)), el("td", {}, percent(one.logprob)), el("td", {}, bar));
+    bar.style.setProperty("--p", Math.exp(logprob).toFixed(4));
+    return el("tr", { class: i ? null : "own" }, ...[visible(text), percent(logprob), bar].map((cell) => el("td", {}, cell)));
   });
   const tip = byId("tip");
   tip.replaceChildren(el("table", {}, el("tbody", {}, ...rows)));

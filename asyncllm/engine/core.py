@@ -1,0 +1,93 @@
+"""What `AsyncLLMEngine` asks of a started engine, wherever it runs.
+
+`EngineCore` is one in this process, `RemoteCore` one in a process of its own, `EngineGroup` several
+of either. All of it is the loop's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from asyncllm.engine.generation import Submission
+from asyncllm.engine.input_processor import InputProcessor
+from asyncllm.engine.recorder import Recorder
+from asyncllm.engine.stats import AbortCause, SchedulerStats
+from asyncllm.lora import LoRARequest
+from asyncllm.worker.work_counts import WorkCounts
+
+
+class Replica(Protocol):
+    """What observers read of one engine."""
+
+    recorder: Recorder
+
+    def stats(self) -> SchedulerStats: ...
+
+    def picture(self, pages_per_cell: int) -> str: ...
+
+    def observe(self) -> None: ...
+
+    @property
+    def work(self) -> WorkCounts: ...
+
+    def health(self) -> str | None: ...
+
+
+class Adapters(Protocol):
+    """LoRA adapters by name: see `AdapterManager`."""
+
+    async def add(self, request: LoRARequest) -> object: ...
+
+    def remove(self, name: str) -> bool: ...
+
+    def pin(self, name: str) -> None: ...
+
+    def find(self, name: str) -> LoRARequest | None: ...
+
+    @property
+    def requests(self) -> list[LoRARequest]: ...
+
+    @property
+    def running(self) -> list[str]: ...
+
+    @property
+    def waiting(self) -> list[str]: ...
+
+
+class Core(Protocol):
+    """A started engine. `failed` has a result once it has failed for good: why."""
+
+    input_processor: InputProcessor
+    failed: asyncio.Future[str]
+
+    async def submit(self, given: Submission) -> None: ...
+
+    def abort(self, request_id: str, cause: AbortCause) -> None: ...
+
+    @property
+    def lora(self) -> Adapters:
+        """Raises `InvalidRequestError` where the engine serves no adapters."""
+        ...
+
+    @property
+    def adapters(self) -> Adapters | None: ...
+
+    @property
+    def startup(self) -> dict[str, Any]: ...
+
+    @property
+    def replicas(self) -> Sequence[Replica]: ...
+
+    def health(self) -> str | None: ...
+
+    def stats(self) -> SchedulerStats: ...
+
+    def check_integrity(self) -> None: ...
+
+    def check_idle(self) -> None: ...
+
+    def reset_prefix_cache(self) -> None: ...
+
+    async def close(self) -> None: ...

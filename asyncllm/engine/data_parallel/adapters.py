@@ -1,0 +1,50 @@
+"""LoRA adapters of several engines: each has every adapter, under the same name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from asyncllm.engine.core import Adapters
+from asyncllm.lora import LoRARequest
+
+
+class GroupAdapters:
+    """Implements `Adapters` over those of the engines, one at least."""
+
+    def __init__(self, members: Sequence[Adapters]) -> None:
+        self._members = members
+
+    async def add(self, request: LoRARequest) -> None:
+        """To all, or to none: where one refuses it, it is removed from those that took it."""
+        known = self.find(request.lora_name)
+        work = (member.add(request) for member in self._members)
+        results = await asyncio.gather(*work, return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if not errors:
+            return
+        if known is None:
+            self.remove(request.lora_name)
+        raise errors[0]
+
+    def remove(self, name: str) -> bool:
+        return sum(member.remove(name) for member in self._members) > 0  # from all of them
+
+    def pin(self, name: str) -> None:
+        for member in self._members:
+            member.pin(name)
+
+    def find(self, name: str) -> LoRARequest | None:
+        return self._members[0].find(name)
+
+    @property
+    def requests(self) -> list[LoRARequest]:
+        return self._members[0].requests
+
+    @property
+    def running(self) -> list[str]:
+        return list(dict.fromkeys(name for member in self._members for name in member.running))
+
+    @property
+    def waiting(self) -> list[str]:
+        return list(dict.fromkeys(name for member in self._members for name in member.waiting))
