@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from asyncllm.config import PREFILL_GRAPH_SIZES
+from asyncllm.flag_values import PREFILL_GRAPH_SIZES
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepCost
 
