@@ -15,10 +15,11 @@ from functools import partial
 from typing import Any, Self
 
 from asyncllm.config import EngineArgs, EngineConfig
+from asyncllm.engine.arrival import Arrival, Arrivals, Submission
 from asyncllm.engine.core import Core, Replica
 from asyncllm.engine.core_loader import CoreLoader
 from asyncllm.engine.data_parallel.loader import GroupLoader
-from asyncllm.engine.generation import Arrival, Arrivals, Generation, Submission
+from asyncllm.engine.generation import Generation
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.recorder import TIMELINE_STEPS, Recorder

@@ -20,7 +20,7 @@ import logging
 import time
 from collections import Counter
 
-from asyncllm.engine.generation import BestAnswers
+from asyncllm.engine.output_collector import BestAnswers
 from asyncllm.engine.output_processor import OutputProcessor
 from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.scheduler import Scheduler

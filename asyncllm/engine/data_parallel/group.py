@@ -14,10 +14,10 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
+from asyncllm.engine.arrival import Submission
 from asyncllm.engine.core import Adapters, Core, Replica
 from asyncllm.engine.data_parallel.adapters import GroupAdapters
 from asyncllm.engine.data_parallel.router import Placement, Router
-from asyncllm.engine.generation import Submission
 from asyncllm.engine.output_state import Sink
 from asyncllm.engine.stats import AbortCause, SchedulerStats
 from asyncllm.engine.text.prompt import parse_prompt
