@@ -6,6 +6,7 @@ Nothing else knows it yet: its engine starts, a thread encodes its text or its g
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from weakref import WeakValueDictionary
 from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.text.prompt import ParsedPrompt, PromptInput
 from asyncllm.lora import LoRARequest
+from asyncllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from asyncllm.sampling_params import SamplingParams
 
 
@@ -77,3 +79,15 @@ class Submission:
     priority: int = 0
     cache_salt: str | None = None
     lora_request: LoRARequest | None = None
+
+    async def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """`work` queues it; one that is aborted before has its end told, although nobody knows its
+        token ids."""
+        if await self.arrival.run(work):
+            return
+        text = self.prompt if isinstance(self.prompt, str) else None
+        now, params = time.monotonic(), self.params or SamplingParams()
+        answers = [CompletionOutput(i, "", [], finish_reason="abort") for i in range(params.n)]
+        metrics = RequestMetrics(arrival_time=now, finished_time=now)
+        name = self.arrival.request_id
+        self.sink(RequestOutput(name, text, [], None, answers, True, metrics))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Self
@@ -29,8 +28,7 @@ from asyncllm.engine.text.prompt import PromptInput
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.errors import EngineDeadError, EngineNotStartedError
 from asyncllm.lora import LoRARequest
-from asyncllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from asyncllm.sampling_params import BeamSearchParams, SamplingParams
+from asyncllm.sampling_params import BeamSearchParams, SamplingParams, check_sampling_params
 
 
 class AsyncLLMEngine:
@@ -64,8 +62,6 @@ class AsyncLLMEngine:
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> Self:
         return cls(**vars(args))
-
-    # --- life --------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Load the model, size its memory, capture its graphs. A second call does nothing.
@@ -104,8 +100,6 @@ class AsyncLLMEngine:
     async def __aexit__(self, *exc: object) -> None:
         await self.aclose()
 
-    # --- requests ----------------------------------------------------------------------------
-
     def generate(
         self,
         prompt: PromptInput,
@@ -131,14 +125,14 @@ class AsyncLLMEngine:
             sampling_params = sampling_params.checked_copy()  # the engine may be long in starting
         name = request_id if request_id is not None else f"gen-{next(self._request_ids)}"
         arrival = self._arrivals.setdefault(name, Arrival(name, self._arrivals))
-        submit = partial(
-            self._start_and_submit,
-            *(arrival, prompt, sampling_params),
-            priority=priority,
-            cache_salt=cache_salt,
-            lora_request=lora_request,
-        )
         kind = (sampling_params or SamplingParams()).output_kind
+
+        async def submit(sink: Sink) -> None:
+            given = Submission(
+                arrival, prompt, sampling_params, sink, None, priority, cache_salt, lora_request
+            )
+            await given.run(self._start_and_submit(given))
+
         return Generation(submit, partial(self.abort, name), kind)
 
     def beam_search(
@@ -182,29 +176,14 @@ class AsyncLLMEngine:
         Raises as `generate`; a refused request owns nothing.
         """
         arrival = self._arrivals.setdefault(request_id, Arrival(request_id, self._arrivals))
-        core = self._on_its_loop()
         given = Submission(
             arrival, prompt, params, sink, text_sink, priority, cache_salt, lora_request
         )
-        if not await arrival.run(core.submit(given)):
-            sink(_aborted_output(given))
+        await given.run(self._on_its_loop().submit(given))
 
-    async def _start_and_submit(
-        self,
-        arrival: Arrival,
-        prompt: PromptInput,
-        params: SamplingParams | None,  # None: the model's defaults, known once it is loaded
-        sink: Sink,
-        **options: Any,
-    ) -> None:
-        given = Submission(arrival, prompt, params, sink, **options)
-
-        async def submit() -> None:
-            await self.start()
-            await self._on_its_loop().submit(given)
-
-        if not await arrival.run(submit()):
-            sink(_aborted_output(given))
+    async def _start_and_submit(self, given: Submission) -> None:
+        await self.start()
+        await self._on_its_loop().submit(given)
 
     def abort(self, request_id: str | Iterable[str], cause: AbortCause = "application") -> None:
         """End requests at once, wherever they are; unknown ids are ignored. Counted by `cause`."""
@@ -268,10 +247,8 @@ class AsyncLLMEngine:
 
     def health(self) -> str | None:
         """None when requests are served, else why not."""
-        if self._closed:
-            return "closed"
         if self._core is None:
-            return "loading"
+            return "closed" if self._closed else "loading"
         return self._core.health()
 
     async def wait_failed(self) -> str:
@@ -315,23 +292,8 @@ class AsyncLLMEngine:
         return core
 
     def _running(self) -> Core:
-        if self._core is None:
-            if self._closed:
-                raise EngineDeadError("the engine is closed")
-            raise EngineNotStartedError("the engine is not started")
-        return self._core
-
-
-def check_sampling_params(params: object) -> None:
-    """Raises `TypeError` for what is none: a dict of its fields, say."""
-    if not isinstance(params, SamplingParams):
-        raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
-
-
-def _aborted_output(given: Submission) -> RequestOutput:
-    """The end of a request that was aborted before anybody knew its token ids."""
-    text = given.prompt if isinstance(given.prompt, str) else None
-    now, params = time.monotonic(), given.params or SamplingParams()
-    answers = [CompletionOutput(i, "", [], finish_reason="abort") for i in range(params.n)]
-    metrics = RequestMetrics(arrival_time=now, finished_time=now)
-    return RequestOutput(given.arrival.request_id, text, [], None, answers, True, metrics)
+        if self._core is not None:
+            return self._core
+        if self._closed:
+            raise EngineDeadError("the engine is closed")
+        raise EngineNotStartedError("the engine is not started")

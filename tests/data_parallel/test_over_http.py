@@ -32,7 +32,8 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
         "type": "json_schema", "json_schema": {"name": "it", "schema": {"enum": ["a", "b"]}}}}),
     ("/v1/responses", {"input": "Hello", "temperature": 0, "max_output_tokens": 8}),
     ("/v1/messages", {"messages": QUESTIONS[0], "temperature": 0, "max_tokens": 8}),
-    ("/inference/v1/generate", {"token_ids": [72, 101], "sampling_params": {"max_tokens": 5, "temperature": 0}}),
+    ("/inference/v1/generate", {
+        "token_ids": [72, 101], "sampling_params": {"max_tokens": 5, "temperature": 0}}),
     (CHAT, {"messages": QUESTIONS[0], "max_tokens": 100_000}),
     (CHAT, {"messages": QUESTIONS[0], "response_format": {
         "type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "no"}}}}),
