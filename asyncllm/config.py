@@ -15,15 +15,14 @@ from typing import Any, Literal
 
 from asyncllm import flag_values
 from asyncllm.flag_values import flag
+from asyncllm.generation_config import GenerationDefaults, read_generation_defaults
 from asyncllm.hub.files import Part
 from asyncllm.mesh_config import MeshConfig
 from asyncllm.model_config import (
-    GenerationDefaults,
     ModelConfig,
     ModelImplementation,
     Quantization,
     hub_repo,
-    read_generation_defaults,
     resolve_model_path,
 )
 
