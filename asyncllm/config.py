@@ -43,7 +43,8 @@ KV_DTYPE_NAMES = {
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
 }
-DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's short ones, as in vLLM
+MAX_RANKS = 64
+DURATION = {"above": 0, "below": math.inf}
 
 
 @dataclass(frozen=True)
@@ -189,11 +190,11 @@ class EngineArgs:
     watchdog_timeout: float = flag(
         30.0,
         "seconds without a finished step, amid requests, until /health says so",
-        above=0,
-        below=math.inf,
+        **DURATION,
     )
-    tensor_parallel_size: int = flag(
-        1, "ranks that divide every layer, one process each", least=1, most=64
+    tensor_parallel_size: int = flag(1, "ranks that divide every layer, one process each", least=1)
+    pipeline_parallel_size: int = flag(
+        1, "stages that divide the layers, of so many ranks each; they take turns", least=1
     )
     enable_expert_parallel: bool = flag(
         False, "ranks divide experts by number, not each of them by size"
@@ -201,8 +202,7 @@ class EngineArgs:
     distributed_timeout_seconds: float = flag(
         8.0,
         "until a rank that does not answer, or keeps the others waiting, counts as lost",
-        above=0,
-        below=math.inf,
+        **DURATION,
     )
     data_parallel_size: int = flag(
         1, "engines, each with all of the model; a request runs on one of them", least=1
@@ -239,7 +239,7 @@ class EngineArgs:
             "tokenizer_path": self._tokenizer_path(path),
             "served_model_names": tuple(self.served_model_name or [self._name()]),
             "device": device,
-            "dtype": (dtype := self._resolve_dtype(model, device)),
+            "dtype": (dtype := flag_values.resolve_dtype(self.dtype, model, device)),
             "kv_cache_dtype": KV_DTYPE_NAMES.get(self.kv_cache_dtype, dtype),
             "swap_space_bytes": int(self.swap_space * GIB),
             "max_num_batched_tokens": max_tokens,
@@ -257,15 +257,24 @@ class EngineArgs:
         return EngineConfig(**{name: getattr(self, name) for name in names} | resolved)
 
     def _mesh(self, device: str) -> MeshConfig:
-        size = self.tensor_parallel_size
-        if self.enable_expert_parallel and size == 1:
+        tp, pp = self.tensor_parallel_size, self.pipeline_parallel_size
+        if self.enable_expert_parallel and tp == 1:
             raise ValueError("enable_expert_parallel needs a tensor_parallel_size above 1")
+        if self.enable_lora and pp > 1:
+            raise ValueError(f"enable_lora: no adapters with pipeline_parallel_size {pp}")
+        if (size := tp * pp) > MAX_RANKS:
+            raise ValueError(
+                f"tensor_parallel_size {tp} times pipeline_parallel_size {pp} is over {MAX_RANKS}"
+            )
         if device == "cuda" and size > 1:
             import torch
 
             if size > (found := torch.cuda.device_count()):
-                raise ValueError(f"tensor_parallel_size {size} is over the {found} CUDA devices")
-        return MeshConfig(size, by_expert=self.enable_expert_parallel)
+                raise ValueError(
+                    f"tensor_parallel_size {tp} times pipeline_parallel_size {pp} is over the "
+                    f"{found} CUDA devices"
+                )
+        return MeshConfig(tp, by_expert=self.enable_expert_parallel, pp=pp)
 
     def _model_path(self) -> Path:
         """May download it."""
@@ -279,14 +288,6 @@ class EngineArgs:
     def _name(self) -> str:
         repo = hub_repo(self.model, self.revision)
         return self.model if repo is None else repo.name
-
-    def _resolve_dtype(self, model: ModelConfig, device: str) -> str:
-        dtype: str = DTYPE_NAMES.get(self.dtype, self.dtype)
-        if dtype == "auto":
-            dtype = "float32" if device == "cpu" else model.dtype_name
-        if dtype not in ("float32", "bfloat16", "float16"):
-            raise ValueError(f"dtype {dtype} of {model.path} is not supported: pass --dtype")
-        return dtype
 
     def _tokenizer_path(self, model: Path) -> Path | None:
         if self.skip_tokenizer_init:

@@ -16,10 +16,13 @@ from asyncllm.sampling_limits import shown
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    from asyncllm.model_config import ModelConfig
+
 # 272 and 528: a few decodes beside half a chunk of prompts, or a chunk, of a large model.
 PREFILL_GRAPH_SIZES = tuple(
     sorted({16, *range(32, 257, 32), *range(320, 1089, 64), *range(1152, 2049, 128), 272, 528})
 )
+DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's short ones, as in vLLM
 LIMITS = {
     "least": (operator.ge, "at least"),
     "most": (operator.le, "at most"),
@@ -101,6 +104,15 @@ def resolve_device(name: str) -> Literal["cpu", "cuda"]:
     if name == "cuda":
         raise ValueError("device cuda: torch finds no CUDA device")
     return "cpu"
+
+
+def resolve_dtype(name: str, model: ModelConfig, device: str) -> str:
+    dtype = DTYPE_NAMES.get(name, name)
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else model.dtype_name
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype {dtype} of {model.path} is not supported: pass --dtype")
+    return dtype
 
 
 def kernel_rank(max_lora_rank: int) -> int:

@@ -70,6 +70,10 @@ class KVCache:
         self._host_pages = host_pages or HostPages(layout.host_shape(0), torch.int64, device)
 
     @property
+    def is_fp8(self) -> bool:
+        return self.layers[0].dtype.itemsize == 1
+
+    @property
     def host(self) -> torch.Tensor:
         """Waits, the first time, for the memory to be there."""
         return self._host_pages.tensor
@@ -93,6 +97,10 @@ class KVCache:
         """[*pages, 2, block_size, num_kv_heads, head_dim], or what a latent has, of these pages, in
         `dtype`; what is FP8 still divided by the scales."""
         return self.layers[layer][pages].to(dtype)
+
+    def scales_of(self, layer: int) -> tuple[float, float]:
+        """Of its keys and of its values."""
+        return self.scales.keys[layer], self.scales.values[layer]
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """(from, to) on the device, all reads before all writes."""

@@ -20,23 +20,24 @@ MODULES = {
     "flashinfer": "asyncllm.attention.flashinfer.backend",
     "flash_attn": "asyncllm.attention.flash_attn",
 }
+FP8_CAPABILITY = (8, 9)  # has instructions that convert it
 
 
 def resolve_backend(
     name: AttentionBackendName, device: torch.device, is_fp8: bool = False
 ) -> AttentionBackendName:
-    """Settle `auto`: FlashInfer on CUDA where it is installed, else torch, as with an FP8 cache.
+    """Settle `auto`: FlashInfer on CUDA where it is installed, and converts what pages hold, else
+    torch.
 
     Raises `ValueError` naming the flag where the backend cannot run here.
     """
-    if is_fp8:
-        if name not in ("auto", "torch"):
-            raise ValueError(f"attention_backend {name} has no FP8 KV cache: pass torch")
-        if device.type == "cuda":
-            logger.warning("falling back to attention_backend torch, for an FP8 KV cache: slow")
-        return "torch"
+    if is_fp8 and name == "flash_attn":
+        raise ValueError(f"attention_backend {name} has no FP8 KV cache: pass auto")
     if name == "auto":
         usable = device.type == "cuda" and importlib.util.find_spec("flashinfer") is not None
+        if usable and is_fp8 and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+            logger.warning("falling back to attention_backend torch, for an FP8 KV cache: slow")
+            usable = False
         return "flashinfer" if usable else "torch"
     if name != "torch":
         if device.type != "cuda":
@@ -64,23 +65,32 @@ def import_backend(name: AttentionBackendName, *, or_torch: bool = False) -> Att
 
 
 def build_backend(
-    name: AttentionBackendName, cache: KVCache, layers: list[AttentionLayer]
+    name: AttentionBackendName,
+    cache: KVCache,
+    layers: list[AttentionLayer],
+    dtype: torch.dtype,
 ) -> AttentionBackend:
-    """The backend over `cache`; `name` as `resolve_backend` returned it.
+    """The backend over `cache`; `name` as `resolve_backend` returned it; dtype: of queries.
 
     Raises `ValueError` where the layers have what the backend does not do.
     """
     for layer in layers:
-        if name != "torch" and layer.latent_dim is not None:
-            raise _unsupported(name, layer, "latents", "torch")
+        if name == "flash_attn" and layer.latent_dim is not None:
+            raise _unsupported(name, layer, "latents", "auto")
         if name == "flash_attn" and layer.sinks is not None:
             raise _unsupported(name, layer, "sinks", "auto")
+        if name == "flash_attn" and layer.slopes is not None:
+            raise _unsupported(name, layer, "slopes (ALiBi)", "auto")
         if name == "flash_attn" and layer.soft_cap is not None:
             raise _unsupported(name, layer, "a soft cap", "auto")
+    if name == "flashinfer" and all(layer.latent_dim is not None for layer in layers):
+        from asyncllm.attention.latent import LatentPages  # imports Triton
+
+        return LatentPages(cache)
     if name == "flashinfer":
         from asyncllm.attention.flashinfer.backend import FlashInferAttention
 
-        return FlashInferAttention(cache, layers)
+        return FlashInferAttention(cache, layers, dtype)
     if name == "flash_attn":
         from asyncllm.attention.flash_attn import FlashAttnAttention
 

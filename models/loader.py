@@ -32,6 +32,7 @@ PLAIN_FLOATS = frozenset(FLOATS.values())
 DTYPES = {**FLOATS, **INTEGERS, "F8_E4M3": torch.float8_e4m3fn}
 STREAMED_DEVICES = ("cuda",)
 DUMMY_STD = 0.02
+DUMMY_EXPONENTS = 118, 122  # of numbers about so large
 DELAY_S = 2.0
 
 
@@ -190,6 +191,8 @@ def _dummy_file(load: Load, generator: torch.Generator) -> torch.Tensor:
     dtype, device = load.file_dtype or load.view.dtype, load.view.device
     if not dtype.is_floating_point:
         least, above = (0, 256) if dtype == torch.uint8 else (-128, 128)
+        if load.name.endswith(("_scale", "_scales")):  # exponents
+            least, above = DUMMY_EXPONENTS
         return torch.randint(least, above, shape, dtype=dtype, device=device, generator=generator)
     values = torch.empty(shape, device=device).normal_(0.0, DUMMY_STD, generator=generator)
     if load.name.endswith(".weight"):

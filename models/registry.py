@@ -29,7 +29,7 @@ from asyncllm.models.olmo import build_olmo2, build_olmo3
 from asyncllm.models.olmoe import build_olmoe
 from asyncllm.models.parallel.mesh import ALONE, Alone, Mesh
 from asyncllm.models.phi3 import build_phi3
-from asyncllm.models.quantization.select import linear_methods
+from asyncllm.models.quantization.select import select_methods
 from asyncllm.models.qwen2 import build_qwen2
 from asyncllm.models.qwen2_moe import build_qwen2_moe
 from asyncllm.models.qwen3 import build_qwen3
@@ -75,13 +75,16 @@ def build_model(
 
     Raises `ModelLoadError` naming config.json and the architecture or key that is not supported.
     """
-    methods = linear_methods(model_config, dtype, device, ops)
-    build = Build(dtype, device, ops, methods, max_model_len, lora, keeps_latents, mesh)
+    methods = select_methods(model_config, dtype, device, ops)
+    build = Build(
+        *(dtype, device, ops, methods.linear, max_model_len, lora, keeps_latents, mesh),
+        quantized_experts=methods.experts,
+    )
     if model_config.implementation == "transformers":
-        if mesh.config.tp > 1:
+        if mesh.config.size > 1:
             raise ModelLoadError(
-                f"tensor_parallel_size {mesh.config.tp}: {model_config.architecture} is run by "
-                "transformers' code, which one rank runs"
+                f"tensor_parallel_size {mesh.config.tp}, pipeline_parallel_size {mesh.config.pp}: "
+                f"{model_config.architecture} is run by transformers' code, which one rank runs"
             )
         # All of the library's model code: seconds.
         from asyncllm.models.transformers_backend import TransformersModel
@@ -89,7 +92,7 @@ def build_model(
         return TransformersModel(model_config, build)
     file, architecture = model_config.path / "config.json", model_config.architecture
     try:
-        return ARCHITECTURES[architecture](model_config, build)
+        model = ARCHITECTURES[architecture](model_config, build)
     except AttributeError as error:  # a model_type whose configuration lacks what this one needs
         model_type = model_config.hf_config.model_type
         raise ModelLoadError(
@@ -97,6 +100,11 @@ def build_model(
         ) from error
     except NotImplementedError as error:  # of a method of a layer's weights
         raise UnsupportedModelError(f"{file}: {architecture} does not do {error}") from error
+    if methods.schemes and device.type != "meta":
+        logger.info(methods.describe())
+        if device.type == "cuda":
+            logger.info("persistent decode is for models in 16 bits alone")
+    return model
 
 
 def settle(config: EngineConfig) -> tuple[EngineConfig, CausalLM]:
@@ -105,7 +113,8 @@ def settle(config: EngineConfig) -> tuple[EngineConfig, CausalLM]:
     What a native family does not serve is left to transformers, unless ours was asked for. Raises
     as `build_model`.
     """
-    dtype, latents = getattr(torch, config.dtype), keeps_latents(config)
+    backend = resolve_backend(config.attention_backend, torch.device(config.device))
+    dtype, latents = getattr(torch, config.dtype), keeps_latents(config, backend)
     model_len = config.max_model_len or config.model.context_window
     mesh = Alone(config.mesh)
     try:
@@ -119,11 +128,10 @@ def settle(config: EngineConfig) -> tuple[EngineConfig, CausalLM]:
     return config, model_without_memory(config.model, dtype, model_len, mesh=mesh)
 
 
-def keeps_latents(config: EngineConfig) -> bool:
-    """Whether attention takes latents: torch's does, where it is what was asked for. With adapters
-    keys and values are made, as an adapter may change how."""
-    backend = resolve_backend(config.attention_backend, torch.device(config.device))
-    return backend == "torch" and not config.enable_lora
+def keeps_latents(config: EngineConfig, backend: str) -> bool:
+    """Whether attention takes latents: torch's does, and a kernel of ours on CUDA. With adapters
+    keys and values are made, as an adapter may change how. backend: as `resolve_backend` says."""
+    return backend in ("torch", "flashinfer") and not config.enable_lora
 
 
 def model_without_memory(

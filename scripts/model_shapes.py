@@ -117,6 +117,25 @@ SHAPES: dict[str, Config] = {
         "tie_word_embeddings": False,
     },
 }
+SHAPES["gpt-oss-20b-mxfp4"] = SHAPES["gpt-oss-20b"] | {  # as published
+    "quantization_config": {"quant_method": "mxfp4"}
+}
+SHAPES["llama-3.1-8b"] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
 _COMMON = {"torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2}
 
 

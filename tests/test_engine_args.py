@@ -45,7 +45,6 @@ def test_a_wrong_type_is_refused_by_name(name: str, value: Any, said: str) -> No
         ("max_num_seqs", 0, "at least 1, got 0"),
         ("max_num_seqs", 4097, "at most 4096, got 4097"),
         ("max_lora_rank", 513, "at most 512, got 513"),
-        ("tensor_parallel_size", 65, "at most 64, got 65"),
         ("gpu_memory_utilization", 0.0, "above 0, got 0.0"),
         ("gpu_memory_utilization", 1.1, "at most 1, got 1.1"),
         ("max_queue_seconds", float("nan"), "above 0, got nan"),

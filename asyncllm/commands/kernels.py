@@ -70,7 +70,7 @@ def modules_of(config: EngineConfig) -> list[Buildable]:
     config, _ = settle(config)
     start = early_start(config, torch.device("cuda"))
     capability = torch.cuda.get_device_capability()
-    modules = modules_for(list(start.layers), start.dtype, capability)
+    modules = modules_for(list(start.layers), start.dtype, capability, start.kv_dtype)
     return [*modules, *libraries(start)]
 
 

@@ -14,15 +14,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict, deque
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 from asyncllm.engine.output_state import Sink
-from asyncllm.errors import LoRALoadError
+from asyncllm.errors import EngineDeadError, LoRALoadError
 from asyncllm.lora import LoRARequest
 from asyncllm.outputs import RequestOutput
 from asyncllm.types import NO_ADAPTER
 from asyncllm.worker.adapters import AdapterStore
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +53,8 @@ class Adapter:
 class _Registered:
     request: LoRARequest
     adapter: Adapter | None = None  # what its files were; None: to be read
-    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    reading: asyncio.Task[Adapter] | None = None  # by a thread, which nobody can stop
+    num_readers: int = 0  # who wait for that, or have not run since
 
 
 class AdapterManager:
@@ -61,23 +67,25 @@ class AdapterManager:
         self._free_slots = deque(range(NO_ADAPTER + 1, NO_ADAPTER + 1 + store.num_slots))
         self._asking: Counter[str] = Counter()  # requests in `acquire`, by name
         self._waiting: deque[asyncio.Future[None]] = deque()  # for a place or a slot
+        self._tasks: set[asyncio.Task[Any]] = set()  # that read and copy
+        self._is_closed = False
 
     # --- names -------------------------------------------------------------------------------
 
-    async def add(self, request: LoRARequest) -> Adapter:
+    async def add(self, request: LoRARequest, *, reload: bool = False) -> None:
         """Register an adapter and read its files; under a name that is there, read them again
-        where the path is another. Raises `LoRALoadError`, and then nothing has changed."""
+        where the path is another, or to `reload` it. Raises `LoRALoadError`, and then nothing has
+        changed."""
         if not request.lora_name or not str(request.lora_path):
             raise LoRALoadError("an adapter needs a lora_name and a lora_path")
         known = self._registered.get(request.lora_name)
-        if known is not None and known.request.lora_path == request.lora_path:
-            return await self._read(known)
+        if known is not None and known.request.lora_path == request.lora_path and not reload:
+            await self._read(known)
+            return
         fresh = _Registered(request)
-        adapter = await self._read(fresh)
+        await self._read(fresh)
+        self.remove(request.lora_name)
         self._registered[request.lora_name] = fresh
-        if known is not None and known.adapter is not None:
-            self._drop_if_unused(known.adapter)
-        return adapter
 
     def remove(self, name: str) -> bool:
         """Forget a name: requests that have the adapter go on. Whether it was there."""
@@ -114,16 +122,27 @@ class AdapterManager:
 
     # --- requests ----------------------------------------------------------------------------
 
-    async def acquire(self, request: LoRARequest) -> Adapter:
-        """The adapter, in a slot, for one request, until `release`. Raises `LoRALoadError`."""
+    async def acquire(self, request: LoRARequest, *, adds: bool = False) -> Adapter:
+        """An adapter in a slot, for one request, until `release`. adds: it need not be known.
+
+        Raises `LoRALoadError`, also where it was removed meanwhile.
+        """
         self._asking[request.lora_name] += 1
         try:
+            if adds:
+                await self.add(request)
             return await self._acquire(request)
         finally:
             self._asking[request.lora_name] -= 1
 
     async def _acquire(self, request: LoRARequest) -> Adapter:
-        adapter = await self.add(request)
+        adapter: Adapter | None = None
+        while adapter not in self._held:  # else removed, or replaced, before this ran again
+            known = self._registered.get(request.lora_name)
+            if known is None or known.request.lora_path != request.lora_path:
+                raise LoRALoadError(f"the adapter {request.lora_name!r} is not loaded")
+            adapter = await self._read(known)
+        assert adapter is not None
         adapter.num_users += 1
         try:
             while adapter.copying is None:
@@ -132,9 +151,7 @@ class AdapterManager:
                     continue
                 adapter.slot = slot
                 copy = self._store.load(adapter.place, slot)
-                adapter.copying = asyncio.create_task(copy, name="asyncllm adapter")
-                # Whoever asked may be gone by then, and what was copied for nobody is room.
-                adapter.copying.add_done_callback(lambda _: self._wake())
+                adapter.copying = self._start(copy, partial(self._copied, adapter))
             await asyncio.shield(adapter.copying)
         except BaseException:
             self.release(adapter)
@@ -165,21 +182,63 @@ class AdapterManager:
     # --- places and slots --------------------------------------------------------------------
 
     async def _read(self, known: _Registered) -> Adapter:
-        async with known.reading:
-            if known.adapter is not None and known.adapter in self._held:
-                return known.adapter
+        """All that ask wait for one thread; where one is cancelled, it goes on for the others."""
+        if known.adapter is not None and known.adapter in self._held:
+            return known.adapter
+        if known.reading is None:
+            known.reading = self._start(self._read_files(known))
+        known.num_readers += 1
+        try:
+            return await asyncio.shield(known.reading)
+        finally:
+            known.num_readers -= 1
+            self._wake()
+
+    async def _read_files(self, known: _Registered) -> Adapter:
+        try:
             while (place := self._take_place()) is None:
                 await self._room()
+                if not known.num_readers:
+                    raise asyncio.CancelledError
             path = Path(known.request.lora_path)
             try:
                 info = await asyncio.to_thread(self._store.read, path, place)
             except BaseException:
                 self._free_places.append(place)
-                self._wake()
                 raise
             known.adapter = Adapter(known.request, place, info.content, info.rank)
             self._held[known.adapter] = None
             return known.adapter
+        finally:
+            known.reading = None
+
+    def _copied(self, adapter: Adapter, copying: asyncio.Task[None]) -> None:
+        if copying.cancelled() or copying.exception() is not None:
+            self._free_slot(adapter)
+
+    def _start(
+        self, work: Coroutine[Any, Any, T], ended: Callable[[asyncio.Task[T]], None] | None = None
+    ) -> asyncio.Task[T]:
+        """A task that goes on whoever is cancelled, and whose error is theirs who wait for it."""
+        task = asyncio.create_task(work, name="asyncllm adapter")
+        self._tasks.add(task)
+        if ended is not None:
+            task.add_done_callback(ended)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # known, even if all who waited are gone
+        self._wake()  # what was read or copied for nobody is room
+
+    async def close(self) -> None:
+        """Whoever waits here hears that the engine is closed. Until nothing is read or copied."""
+        self._is_closed = True
+        self._wake()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
     def _take_place(self) -> int | None:
         if not self._free_places and (idle := self._idle()):
@@ -192,10 +251,15 @@ class AdapterManager:
         return self._free_slots.popleft() if self._free_slots else None
 
     def _idle(self) -> list[Adapter]:
-        """That nobody uses, copies or pinned, the least recently used first."""
-        return [
-            each for each in self._held if not (each.num_users or each.pinned or each.is_copied)
-        ]
+        """That nobody uses, waits for, copies or pinned, the least recently used first."""
+
+        def is_idle(each: Adapter) -> bool:
+            if each.num_users or each.pinned or each.is_copied:
+                return False
+            known = self._registered.get(each.request.lora_name)
+            return known is None or known.adapter is not each or not known.num_readers
+
+        return [each for each in self._held if is_idle(each)]
 
     def _drop_if_unused(self, adapter: Adapter) -> None:
         """An adapter that no name stands for any more."""
@@ -221,10 +285,14 @@ class AdapterManager:
             adapter.slot, adapter.copying = NO_ADAPTER, None
 
     async def _room(self) -> None:
-        """Until something was given back, which may be what others wait for, too."""
-        room = asyncio.get_running_loop().create_future()
-        self._waiting.append(room)
-        await room
+        """Until something was given back, which may be what others wait for, too. Raises
+        `EngineDeadError` where nothing will be."""
+        if not self._is_closed:
+            room = asyncio.get_running_loop().create_future()
+            self._waiting.append(room)
+            await room
+        if self._is_closed:
+            raise EngineDeadError("the engine is closed")
 
     def _wake(self) -> None:
         """All of them look again, in their order: some wait for a place, some for a slot."""

@@ -79,6 +79,7 @@ class Submission:
     priority: int = 0
     cache_salt: str | None = None
     lora_request: LoRARequest | None = None
+    adds_lora: bool = False  # loaded where it is not
 
     async def run(self, work: Coroutine[Any, Any, None]) -> None:
         """`work` queues it; one that is aborted before has its end told, although nobody knows its

@@ -1,8 +1,8 @@
 """The engine's public face inside an asyncio application; `EngineCore` does the work.
 
 One event loop: every method is called on the loop that ran `start`. It installs no signal handler,
-starts no process unless `data_parallel_size` asks for several, and after `aclose` leaves no
-process, no thread and no device memory.
+starts no process unless `data_parallel_size` or ranks that share the model ask for several, and
+after `aclose` leaves no process, no thread and no device memory. No `__main__` guard is needed.
 """
 
 from __future__ import annotations
@@ -129,8 +129,9 @@ class AsyncLLMEngine:
 
         async def submit(sink: Sink) -> None:
             given = Submission(
-                arrival, prompt, sampling_params, sink, None, priority, cache_salt, lora_request
-            )
+                arrival, prompt, sampling_params, sink, None, priority, cache_salt, lora_request,
+                adds_lora=True,
+            )  # fmt: skip
             await given.run(self._start_and_submit(given))
 
         return Generation(submit, partial(self.abort, name), kind)
@@ -194,12 +195,11 @@ class AsyncLLMEngine:
             if self._core is not None:
                 self._core.abort(name, cause)
 
-    # --- adapters ----------------------------------------------------------------------------
-
-    async def add_lora(self, lora_request: LoRARequest) -> None:
-        """Read an adapter's files, so that requests may name it. Raises `LoRALoadError` naming the
-        tensor or the setting that is not served; the engine is as before then."""
-        await self._running().lora.add(lora_request)
+    async def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> None:
+        """Read an adapter's files, so that requests may name it; again, and in place of those of
+        the same name and path, with `load_inplace`. Raises `LoRALoadError` naming the tensor or the
+        setting that is not served; the engine is as before then."""
+        await self._running().lora.add(lora_request, reload=load_inplace)
 
     def remove_lora(self, lora_name: str) -> bool:
         """Requests that use it go on to their end. Whether it was there."""

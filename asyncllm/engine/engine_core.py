@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from functools import partial
 from itertools import islice
@@ -32,7 +33,12 @@ from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
 from asyncllm.engine.watchdog import Watchdog
-from asyncllm.errors import EngineDeadError, InvalidRequestError, LoRALoadError
+from asyncllm.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    LoRALoadError,
+    QueueFullError,
+)
 from asyncllm.host import in_own_thread
 from asyncllm.lora import LoRARequest
 from asyncllm.sampling_params import SamplingParams
@@ -107,7 +113,7 @@ class EngineCore:
         )
         adapter, receive, is_added = None, given.sink, False
         if given.lora_request is not None:
-            adapter = await self._acquire_adapter(given.lora_request)
+            adapter = await self._acquire_adapter(request, given.lora_request, adds=given.adds_lora)
             request.use_adapter(adapter.slot, adapter.content)
             receive = self.lora.releasing(adapter, given.sink)
         try:
@@ -158,10 +164,24 @@ class EngineCore:
         if self.live.abort(request_id, cause):
             self.steps.record(None)
 
-    async def _acquire_adapter(self, wanted: LoRARequest) -> Adapter:
-        """In a slot of the model, until it is released. Raises `InvalidRequestError`."""
+    async def _acquire_adapter(
+        self, request: Request, wanted: LoRARequest, *, adds: bool
+    ) -> Adapter:
+        """In a slot of the model, until it is released. adds: it need not be known.
+
+        A request that waits for a slot counts and expires as one that waits for its first step.
+        Raises `InvalidRequestError`, `QueueFullError`.
+        """
+        limit = self._config.max_queue_seconds
         try:
-            return await self.lora.acquire(wanted)
+            with self.live.waiting(request):
+                async with asyncio.timeout(limit if limit < math.inf else None):
+                    return await self.lora.acquire(wanted, adds=adds)
+        except TimeoutError:
+            raise QueueFullError(
+                f"request {request.request_id}: waited for a slot of its adapter over "
+                f"max_queue_seconds ({limit:g})"
+            ) from None
         except LoRALoadError as error:
             raise InvalidRequestError(str(error), "lora_request") from error
 
@@ -293,6 +313,8 @@ class EngineCore:
         await asyncio.wait([self._task])
         self.live.fail_all(self.dead)
         self.steps.record(None)
+        if self.adapters is not None:
+            await self.adapters.close()
         self.input_processor.close()
         self.watchdog.close()
         await self.steps.close()

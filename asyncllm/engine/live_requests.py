@@ -19,6 +19,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from asyncllm.engine.output_collector import BestAnswers
 from asyncllm.engine.output_processor import OutputProcessor
@@ -76,6 +78,22 @@ class LiveRequests:
                 f"request {request_id}: {self._num_queued_tokens} prompt tokens wait already, with "
                 f"its {num_tokens} they are over max_queued_tokens ({self._max_queued_tokens})"
             )
+
+    @contextmanager
+    def waiting(self, request: Request) -> Iterator[None]:
+        """It waits for something else before it is added, and counts as if it was.
+
+        Raises `QueueFullError`.
+        """
+        num_tokens = len(request.prompt_token_ids)
+        self.check_room(request.request_id, num_tokens)
+        self._num_queued += 1
+        self._num_queued_tokens += num_tokens
+        try:
+            yield
+        finally:
+            self._num_queued -= 1
+            self._num_queued_tokens -= num_tokens
 
     def add(self, request: Request, sink: Sink, text_sink: TextSink | None) -> None:
         """Raises `InvalidRequestError` for the id of one that is live."""

@@ -46,6 +46,7 @@ class Start:
 
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     block_size: int
     layers: Sequence[AttentionLayer]  # their norms' weights may be without memory
     sizes: DenseShape

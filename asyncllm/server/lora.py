@@ -76,13 +76,12 @@ async def load_lora_adapter(http: web.Request) -> web.Response:
         raise bad_request("lora_name and lora_path must both be given", "lora_name")
     if len(name) > MAX_NAME_CHARS or name in service.model_names:
         raise bad_request("lora_name is too long or the model's own name", "lora_name")
-    if service.engine.find_lora(name) is not None:
-        if not request.load_inplace:
-            raise bad_request(f"the lora adapter {name!r} has already been loaded", "lora_name")
-        service.engine.remove_lora(name)
+    if service.engine.find_lora(name) is not None and not request.load_inplace:
+        raise bad_request(f"the lora adapter {name!r} has already been loaded", "lora_name")
     folder = _allowed(path, service)
+    adapter = LoRARequest(name, lora_path=folder)
     try:
-        await service.engine.add_lora(LoRARequest(name, lora_path=folder))
+        await service.engine.add_lora(adapter, load_inplace=request.load_inplace)
     except LoRALoadError as error:
         raise bad_request(str(error), "lora_path") from error
     return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")

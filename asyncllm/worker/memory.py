@@ -98,7 +98,7 @@ def plan_memory(
             f"pages hold {fits} tokens; lower it, or raise gpu_memory_utilization or "
             "kv_cache_memory_bytes"
         )
-    num_host_pages = config.swap_space_bytes // page_bytes  # the same on all ranks
+    num_host_pages = mesh.least(config.swap_space_bytes // page_bytes)
     return MemoryPlan(num_pages, num_host_pages, min(model_len, fits), groups)
 
 
@@ -120,7 +120,7 @@ def _num_pages(
             reserve += peak_bytes * largest // config.max_num_batched_tokens
         return int(allowed - peak_bytes - reserve) // page_bytes - 1
     ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(int(ram * CPU_KV_SHARE / config.mesh.tp) // page_bytes - 1, most)
+    return min(int(ram * CPU_KV_SHARE / config.mesh.size) // page_bytes - 1, most)
 
 
 def begin_host_pages(config: EngineConfig, layout: CacheLayout, device: torch.device) -> HostPages:
@@ -157,7 +157,7 @@ def kv_scales(model: CausalLM, config: EngineConfig, device: torch.device) -> KV
         model_len = config.max_model_len or config.model.context_window
         dtype: torch.dtype = getattr(torch, config.kv_cache_dtype)
         return measured_scales(model, config.model, dtype, model_len, device)
-    return stored_scales(config.model, len(model.attention_layers))
+    return stored_scales(config.model, config.mesh.layers(config.model.num_layers))
 
 
 def time_prefill_on_cpu(model: CausalLM, config: EngineConfig) -> float:

@@ -43,7 +43,13 @@ NUM_PLANS = 2  # steps that may be between plan and completion: one running, one
 class FlashInferAttention:
     supports_graphs = True
 
-    def __init__(self, cache: KVCache, layers: list[AttentionLayer]) -> None:
+    def __init__(
+        self, cache: KVCache, layers: list[AttentionLayer], dtype: torch.dtype | None = None
+    ) -> None:
+        """dtype: of queries and outputs; None: as the pages'."""
+        dtype = dtype or cache.layers[0].dtype
+        for layer in layers:
+            _check_supported(layer, dtype)
         self._cache = cache
         self._kinds = LayerKinds(layers, cache.group_of)
         device = cache.layers[0].device
@@ -51,7 +57,7 @@ class FlashInferAttention:
         self._num_sms = num_sms(device)
         # By kind; each waits for the compiler, once.
         self._balanced = [self._begin_balanced(layer) for layer in self._kinds.layers]
-        plans = [PrefillPlan(self._kinds, cache, self._workspace) for _ in range(NUM_PLANS)]
+        plans = [PrefillPlan(self._kinds, cache, self._workspace, dtype) for _ in range(NUM_PLANS)]
         self._plans = RotatingBuffers(plans, device)
 
     def decode(self, rows: DecodeRows) -> Attend:
@@ -82,7 +88,8 @@ class FlashInferAttention:
         q: torch.Tensor,
     ) -> None:
         slots = write_slots[self._cache.group_of[layer.index]]
-        rotate_and_write(layer, qkv, rotation, self._cache.layers[layer.index], slots, q)
+        pages, scales = self._cache.layers[layer.index], self._cache.scales_of(layer.index)
+        rotate_and_write(layer, qkv, rotation, pages, slots, q, scales)
 
     def mixed(
         self,
@@ -109,7 +116,8 @@ class FlashInferAttention:
     def step_attention(self, max_tokens: int) -> FlashInferSteps | None:
         """For layers of one kind and cache group, which FA3 and balanced_decode do."""
         layer, device = self._kinds.layers[0], self._workspace.device
-        is_fa3 = prefill_backend(torch.cuda.get_device_capability(device), layer) == "fa3"
+        capability, is_fp8 = torch.cuda.get_device_capability(device), self._cache.is_fp8
+        is_fa3 = prefill_backend(capability, layer, is_fp8) == "fa3"
         if len(self._kinds.pairs) > 1 or api.get_batch_prefill_module is None or not is_fa3:
             return None
         if (balanced := self._balanced[0]()) is None:
@@ -124,7 +132,6 @@ class FlashInferAttention:
         """Waits for the compiler, once; None for a kind of layers that it does not do."""
         pages, num_sms = self._cache.layers, self._num_sms
         dtype, device = pages[0].dtype, pages[0].device
-        _check_supported(layer, dtype)
         definitions = balanced_decode.definitions([layer], dtype, self._cache.block_size)
         loading = balanced_decode.KERNEL.begin_loading(device, definitions)
 
@@ -146,7 +153,8 @@ class FlashInferAttention:
             layer: AttentionLayer, qkv: torch.Tensor | RotatedHeads, rotation: Rotation | None
         ) -> torch.Tensor:
             cache, group = self._cache.layers[layer.index], self._cache.group_of[layer.index]
-            q = rotate_and_write(layer, qkv, rotation, cache, write_slots[group])
+            scales = self._cache.scales_of(layer.index)
+            q = rotate_and_write(layer, qkv, rotation, cache, write_slots[group], scales=scales)
             out = torch.empty_like(q)
             kind = self._kinds.number_of[layer.index]
             self._bind_kind(kind, q, rows.block_tables[group], rows.positions, out)(layer)
@@ -173,7 +181,7 @@ class FlashInferAttention:
         """Attention of rotated heads, whose keys and values are written."""
         if (balanced := self._balanced_for(kind, positions)) is not None:
             return balanced.bind(q, block_tables, positions, out)
-        pages, num_sms = self._cache.layers, self._num_sms
+        pages, num_sms, cache = self._cache.layers, self._num_sms, self._cache
 
         def decode(layer: AttentionLayer) -> None:
             paged_decode(
@@ -187,6 +195,8 @@ class FlashInferAttention:
                 num_sms=num_sms,
                 soft_cap=layer.soft_cap,
                 sinks=layer.sinks,
+                kv_scales=cache.scales_of(layer.index),
+                slopes=layer.slopes,
             )
 
         return decode

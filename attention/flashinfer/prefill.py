@@ -13,33 +13,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 
 from asyncllm.attention.base import AttendRows, AttentionLayer, PrefillRows
 from asyncllm.attention.flashinfer import api
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.layer_kinds import LayerKinds
+from asyncllm.attention.uploaded_rows import Rows, RowsUpload
 
 WORKSPACE_BYTES = 8 << 20  # for a plan, as the wrapper has it
 MASK_CAUSAL = 1  # flashinfer.utils.MaskMode
 LAYOUT_NHD = 0  # flashinfer.utils.TensorLayout
 LN_2 = math.log(2)
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Tensors of a step's rows, int32, all in pinned memory or all on the device."""
-
-    pages: torch.Tensor  # of all cache groups, one after another
-    query_indptr: torch.Tensor
-    page_indptr: torch.Tensor
-    last_page_lens: torch.Tensor
-    kv_lens: torch.Tensor
 
 
 # (layer, its keys and values, [pages, block_size, kv_heads, head_dim] each)
@@ -49,27 +38,24 @@ Call = Callable[[AttentionLayer, torch.Tensor, torch.Tensor], Any]
 class PrefillPlan:
     """One step's rows, planned for each kind of layers."""
 
-    def __init__(self, kinds: LayerKinds, cache: KVCache, workspace: torch.Tensor) -> None:
-        """`workspace` may be shared with what else runs on the stream."""
+    def __init__(
+        self,
+        kinds: LayerKinds,
+        cache: KVCache,
+        workspace: torch.Tensor,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """`workspace` may be shared with what else runs on the stream. dtype: of queries; None: as
+        the pages'."""
         self._cache = cache
         kernel = PublicWrapper if api.get_batch_prefill_module is None else PrefillModule
         self._kinds = kinds
-        self._kernels = [kernel(layer, cache, workspace) for layer in kinds.layers]
-        self._device = workspace.device
-        self._allocate(1 << 12)
+        dtype = dtype or cache.layers[0].dtype
+        self._kernels = [kernel(layer, cache, workspace, dtype) for layer in kinds.layers]
+        self._upload = RowsUpload(cache.block_size, workspace.device)
 
     def prepare(self, rows: PrefillRows) -> None:
-        num_pages = np.diff(rows.page_indptr)
-        last_page_lens = rows.kv_lens - (num_pages - 1) * self._cache.block_size
-        host, device = self._upload(
-            [
-                rows.pages.reshape(-1),
-                rows.query_indptr,
-                rows.page_indptr,
-                last_page_lens,
-                rows.kv_lens,
-            ]
-        )
+        host, device = self._upload(rows)
         for kernel in self._kernels:
             kernel.plan(host, device)
 
@@ -83,21 +69,6 @@ class PrefillPlan:
 
         return attend
 
-    def _allocate(self, size: int) -> None:
-        self._pinned = torch.empty(size, dtype=torch.int32, pin_memory=True)
-        self._on_device = torch.empty(size, dtype=torch.int32, device=self._device)
-
-    def _upload(self, arrays: list[np.ndarray]) -> tuple[Rows, Rows]:
-        """One copy for all, from memory that the next `prepare` overwrites."""
-        sizes = [len(array) for array in arrays]
-        total = sum(sizes)
-        if total > len(self._pinned):
-            self._allocate(2 * total)
-        np.concatenate(arrays, out=self._pinned.numpy()[:total], casting="same_kind")
-        host, device = self._pinned[:total], self._on_device[:total]
-        device.copy_(host, non_blocking=True)
-        return Rows(*host.split(sizes)), Rows(*device.split(sizes))
-
 
 class PrefillModule:
     """FlashInfer's compiled module, called as its wrapper does, without what that checks."""
@@ -107,6 +78,7 @@ class PrefillModule:
         layer: AttentionLayer,
         cache: KVCache,
         workspace: torch.Tensor,
+        dtype: torch.dtype,
         lists: torch.Tensor | None = None,
     ) -> None:
         """lists: the plan's part of the workspace, uint8; one of its own if None."""
@@ -114,11 +86,12 @@ class PrefillModule:
         self._layer = layer
         self._block_size = cache.block_size
         self._num_groups, self._group_of = cache.num_groups, cache.group_of
-        dtype, device = cache.layers[0].dtype, workspace.device
-        self._backend = _backend(layer, device)
+        self._cache, device = cache, workspace.device
+        self._backend = _backend(layer, device, cache.is_fp8)
         self._module = api.get_batch_prefill_module(
-            self._backend, dtype, dtype, dtype, torch.int32, layer.head_dim, layer.head_dim,
-            0, layer.window is not None, layer.soft_cap is not None, False,  # no f16 products
+            self._backend, dtype, cache.layers[0].dtype, dtype, torch.int32,
+            layer.head_dim, layer.head_dim, position_mode(layer), layer.window is not None,
+            layer.soft_cap is not None, False,  # no f16 products
         )  # fmt: skip
         if lists is None:
             lists = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
@@ -157,17 +130,20 @@ class PrefillModule:
         after = (
             rows.last_page_lens, out, lse, MASK_CAUSAL, LAYOUT_NHD, _window_left(self._layer),
             self._pdl,
-            *[None] * 6,  # custom masks, ALiBi, several items in a row
-            self._layer.soft_cap or 0.0, self._layer.scale,
-            *[None] * 3,  # scales of FP8
-            1.0, 1e4, 0, 0,  # rotation and items, unused
+            *[None] * 2, self._layer.slopes, *[None] * 3,  # no custom masks, no items in a row
+            self._layer.soft_cap or 0.0,
         )  # fmt: skip
+        last = (*[None] * 3, 1.0, 1e4, 0, 0)  # scales of FA3, rotation and items, unused
+        cache, scale = self._cache, self._layer.scale
 
         def call(layer: AttentionLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
-            of_group = pages[self._group_of[layer.index]]
-            run(*before, keys, values, rows.query_indptr, rows.page_indptr, of_group, *after)
-            if lse is not None:
-                _add_sinks(layer, lse, out)
+            of_group, (k_scale, v_scale) = (
+                pages[self._group_of[layer.index]],
+                cache.scales_of(layer.index),
+            )
+            lists = rows.query_indptr, rows.page_indptr, of_group
+            run(*before, keys, values, *lists, *after, scale * k_scale, *last)
+            _finish(layer, out, lse, v_scale)
 
         return call
 
@@ -175,12 +151,23 @@ class PrefillModule:
 class PublicWrapper:
     """The same by FlashInfer's public calls."""
 
-    def __init__(self, layer: AttentionLayer, cache: KVCache, workspace: torch.Tensor) -> None:
+    def __init__(
+        self,
+        layer: AttentionLayer,
+        cache: KVCache,
+        workspace: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> None:
+        if layer.slopes is not None:  # these calls have only those that they make themselves
+            raise ValueError(
+                f"attention_backend flashinfer does slopes (ALiBi) with version "
+                f"{api.TESTED_VERSION} alone: pass torch"
+            )
         self._layer = layer
         self._block_size = cache.block_size
-        self._dtype = cache.layers[0].dtype
+        self._cache, self._dtype = cache, dtype
         self._group_of = cache.group_of
-        backend = _backend(layer, workspace.device)
+        backend = _backend(layer, workspace.device, cache.is_fp8)
         self._wrappers = [  # by cache group: a plan holds its pages
             api.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
             for _ in range(cache.num_groups)
@@ -194,7 +181,8 @@ class PublicWrapper:
                 host.query_indptr, host.page_indptr, pages, host.last_page_lens,
                 layer.num_heads, layer.num_kv_heads, layer.head_dim, self._block_size,
                 causal=True, sm_scale=layer.scale, window_left=_window_left(layer),
-                logits_soft_cap=layer.soft_cap, q_data_type=self._dtype, kv_data_type=self._dtype,
+                logits_soft_cap=layer.soft_cap, q_data_type=self._dtype,
+                kv_data_type=self._cache.layers[0].dtype,
             )  # fmt: skip
 
     def bind(self, q: torch.Tensor, out: torch.Tensor) -> Call:
@@ -202,9 +190,11 @@ class PublicWrapper:
 
         def call(layer: AttentionLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
             wrapper = self._wrappers[self._group_of[layer.index]]
-            wrapper.run(q, (keys, values), out=out, lse=lse, return_lse=lse is not None)
-            if lse is not None:
-                _add_sinks(layer, lse, out)
+            k_scale, v_scale = self._cache.scales_of(layer.index)
+            of_fp8 = {"k_scale": k_scale} if self._cache.is_fp8 else {}
+            with_lse = lse is not None
+            wrapper.run(q, (keys, values), out=out, lse=lse, return_lse=with_lse, **of_fp8)
+            _finish(layer, out, lse, v_scale)
 
         return call
 
@@ -215,22 +205,35 @@ def _log_sums(layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor | None:
     return None if layer.sinks is None else q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-def _add_sinks(layer: AttentionLayer, lse: torch.Tensor, out: torch.Tensor) -> None:
-    """In place: a score without a value adds exp(sink) to the softmax's sum, and so takes a share
-    of 1 - sigmoid(log(sum) - sink) from the others."""
-    assert layer.sinks is not None
-    out.mul_((lse * LN_2 - layer.sinks).sigmoid_().unsqueeze(-1))
+def _finish(
+    layer: AttentionLayer, out: torch.Tensor, lse: torch.Tensor | None, v_scale: float
+) -> None:
+    """In place, by the values' scale. With sinks: a score without a value adds exp(sink) to the
+    softmax's sum, and so takes a share of 1 - sigmoid(log(sum) - sink) from the others."""
+    if v_scale != 1.0:
+        out.mul_(v_scale)
+    if lse is not None:
+        assert layer.sinks is not None
+        out.mul_((lse * LN_2 - layer.sinks).sigmoid_().unsqueeze(-1))
 
 
-def prefill_backend(capability: tuple[int, int], layer: AttentionLayer) -> str:
-    """FlashInfer's name of the kernel for such layers. FA3 has soft caps, too, but a module of it
-    takes ten times as long to compile as one of FA2."""
-    is_plain = layer.window is None and layer.soft_cap is None
+def position_mode(layer: AttentionLayer) -> int:
+    """flashinfer.utils.PosEncodingMode: none, or ALiBi."""
+    return 0 if layer.slopes is None else 2
+
+
+def prefill_backend(
+    capability: tuple[int, int], layer: AttentionLayer, is_fp8: bool = False
+) -> str:
+    """FlashInfer's name of the kernel for such layers, and pages. FA3 has soft caps, too, but a
+    module of it takes ten times as long to compile as one of FA2; of FP8 it wants queries, too."""
+    is_plain = layer.window is None and layer.soft_cap is None and layer.slopes is None
+    is_plain = is_plain and not is_fp8
     return "fa3" if capability[0] == 9 and is_plain else "fa2"
 
 
-def _backend(layer: AttentionLayer, device: torch.device) -> str:
-    return prefill_backend(torch.cuda.get_device_capability(device), layer)
+def _backend(layer: AttentionLayer, device: torch.device, is_fp8: bool) -> str:
+    return prefill_backend(torch.cuda.get_device_capability(device), layer, is_fp8)
 
 
 def _window_left(layer: AttentionLayer) -> int:

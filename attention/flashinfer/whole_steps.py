@@ -47,7 +47,9 @@ class FlashInferSteps:
         self._side = torch.cuda.Stream(device)
         stream = torch.cuda.current_stream(device).cuda_stream
         self._lists = PrefillLists(layer, limits, make_lists, num_sms(device), device, stream)
-        self._module = PrefillModule(layer, cache, workspace, self._lists.workspace)
+        self._module = PrefillModule(
+            layer, cache, workspace, cache.layers[0].dtype, self._lists.workspace
+        )
         self._module.follow(self._lists.places, self._lists.pages)
 
     def prepare(self, num_decodes: int, prefills: PrefillRows) -> None:

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncllm.models.layers.experts_method import ExpertsMethod, UnquantizedExpertsMethod
+from asyncllm.errors import ModelLoadError
+from asyncllm.models.layers.experts_method import (
+    ExpertsMethod,
+    ExpertsShape,
+    UnquantizedExpertsMethod,
+)
 from asyncllm.models.layers.linear_method import LinearMethod
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.layers.ops import Ops
@@ -16,7 +21,8 @@ from asyncllm.models.parallel.mesh import ALONE, Mesh
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """`method_for`: a linear layer's name in the checkpoint -> its method.
+    """`method_for`: a linear layer's name in the checkpoint -> its method. `quantized_experts`: of
+    the experts below a name; None: they are in `dtype`.
 
     `max_model_len` is the number of positions the model must know, in tokens. `keeps_latents`: the
     attention takes latents (`AttentionLayer.latent_dim`).
@@ -30,9 +36,16 @@ class Build:
     lora: LoRALayers | None = None  # the adapter slots, where adapters are served
     keeps_latents: bool = False
     mesh: Mesh = ALONE
+    quantized_experts: Callable[[str, ExpertsShape], ExpertsMethod | None] | None = None
 
-    @property
-    def experts_method(self) -> ExpertsMethod:
+    def experts_method(self, name: str, shape: ExpertsShape) -> ExpertsMethod:
+        """Of the experts that the checkpoint has below `name`. Raises `ModelLoadError`."""
+        if self.quantized_experts is not None:
+            method = self.quantized_experts(name, shape)
+            if method is not None:
+                if self.mesh.config.tp > 1:
+                    raise ModelLoadError(f"{name}: ranks do not divide quantised experts")
+                return method
         return UnquantizedExpertsMethod(self.dtype, self.device, self.ops, self.mesh.config)
 
     def empty(self, *shape: int) -> torch.Tensor:

@@ -84,7 +84,7 @@ class Experts:
         self._router = router
         self._shared = shared
         self._shared_gate = shared_gate
-        self._method = build.experts_method
+        self._method = build.experts_method(name, shape)
         self.weights = self._method.create_weights(shape)
         self._ops = build.ops
         self._reduce = build.mesh.reduce if build.mesh.config.tp > 1 else None
@@ -118,6 +118,6 @@ class Experts:
             yield from linear.loads()
 
     def finish_loading(self) -> None:
-        self._method.finish(self.weights)
+        self._method.finish(self._shape, self.weights)
         for linear in self.linears:
             linear.finish_loading()

@@ -55,7 +55,7 @@ class ExpertsShape:
             experts = mesh.share(self.num_experts, "the number of experts")
         else:
             size = mesh.share(self.size, "the size of an expert")
-            has_down_bias = mesh.rank == 0
+            has_down_bias = mesh.place == 0
         return ExpertsShare(self.num_experts, experts, self.size, size, has_down_bias)
 
 
@@ -70,7 +70,7 @@ class ExpertsMethod(Protocol):
         """All that fills the weights of the experts that a checkpoint has below `name`."""
         ...
 
-    def finish(self, weights: Weights) -> None:
+    def finish(self, shape: ExpertsShape, weights: Weights) -> None:
         """As `LinearMethod.finish`."""
         ...
 
@@ -114,7 +114,7 @@ class UnquantizedExpertsMethod:
     def loads(self, name: str, shape: ExpertsShape, weights: Weights) -> Iterator[Load]:
         return shape.load(name, _record(shape, weights), shape.share(self.mesh))
 
-    def finish(self, weights: Weights) -> None:
+    def finish(self, shape: ExpertsShape, weights: Weights) -> None:
         """They are used as they were read."""
 
     def apply(

@@ -90,13 +90,9 @@ class LatentAttention:
         self._kv_b = Linear(name, kv_parts, spec.kv_rank, False, build, rows=kv_rows_here)
         out, columns = {"o_proj": hidden_size}, slice(own.start * spec.v_dim, own.stop * spec.v_dim)
         self._o = Linear(name, out, heads * spec.v_dim, spec.bias, build, columns=columns)
-        num_heads = own.stop - own.start
-        self.layer = replace(
-            layer,
-            num_heads=num_heads,
-            num_kv_heads=num_heads,
-            head_dim=_page_dim(qk_dim, build),
-        )
+        layer = replace(layer, num_heads=own.stop - own.start)
+        dim = _page_dim(qk_dim, build)
+        self.layer = replace(layer, num_kv_heads=layer.num_heads, head_dim=dim)
         if build.keeps_latents:
             self.layer = replace(
                 layer, num_kv_heads=1, head_dim=latent_size, latent_dim=spec.kv_rank

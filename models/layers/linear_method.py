@@ -18,6 +18,12 @@ from asyncllm.models.layers.ops import Epilogue, Normed, Ops, Out
 Weights = dict[str, torch.Tensor]
 
 
+def put(weights: Weights, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Keep what was made of weights: in place where an earlier load has made it, as graphs hold its
+    address. Returns what is kept."""
+    return weights.setdefault(name, tensor).copy_(tensor)
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """The part of a product that one rank computes. Either `rows`: of each part the ranges of its

@@ -13,7 +13,7 @@ from asyncllm.models.quantization.file_config import Keys, targeted_by
 from asyncllm.models.quantization.fp8_files import ReaderOf, block_sources
 from asyncllm.models.quantization.method import Reader, Source
 from asyncllm.models.quantization.packed_files import KIND_OF_BITS
-from asyncllm.models.quantization.scheme import Activations, Scheme
+from asyncllm.models.quantization.scheme import E8M0_BIAS, Activations, Scheme
 from asyncllm.models.quantization.sources import (
     WORD_BITS,
     ActOrder,
@@ -30,7 +30,6 @@ FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantize
            "mxfp4-pack-quantized")  # fmt: skip
 STRATEGIES = ("tensor", "channel", "group", "block")
 MXFP4_GROUP = 32
-E8M0_BIAS = 127
 
 
 class Layout(NamedTuple):

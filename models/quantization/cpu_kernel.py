@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from asyncllm.models.layers.linear_method import Weights
+from asyncllm.models.layers.linear_method import Weights, put
 from asyncllm.models.layers.ops import Epilogue, Normed, Out
 from asyncllm.models.quantization.scheme import (
     FP8,
@@ -35,8 +35,8 @@ class CpuKernel:
             codes = unpack(weights["weight"]).to(torch.int32)
             scale = weights["scale"]
             offset = weights.get("offset", torch.zeros_like(scale))
-            _put(weights, "packed", torch._convert_weight_to_int4pack_for_cpu(codes, 1))
-            _put(weights, "scale_offset", torch.stack((scale.T, offset.T), dim=2).contiguous())
+            put(weights, "packed", torch._convert_weight_to_int4pack_for_cpu(codes, 1))
+            put(weights, "scale_offset", torch.stack((scale.T, offset.T), dim=2).contiguous())
         if scheme.activations == "static":  # of parts that were measured alone: none may be cut off
             weights["input_scale"].fill_(weights["input_scale"].max())
 
@@ -98,11 +98,3 @@ def quantize_activations(
     else:
         values = scaled.round_().clamp_(-128, 127).to(torch.int8)
     return values, scale.expand(len(x), 1).contiguous()
-
-
-def _put(weights: Weights, name: str, tensor: torch.Tensor) -> None:
-    """In place where a load before this one has made it: graphs hold its address."""
-    if name in weights:
-        weights[name].copy_(tensor)
-    else:
-        weights[name] = tensor

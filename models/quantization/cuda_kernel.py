@@ -6,6 +6,7 @@ many rows           FP8 by rows as before; int8 by rows: cuBLAS, inputs in int8;
                     becomes a matrix in 16 bits, for cuBLAS
 
 Fewer rows never have their inputs quantised where that would save nothing: they are more exact.
+Groups of other sizes than `takes_groups` says are dequantised by torch for each product.
 """
 
 from __future__ import annotations
@@ -13,24 +14,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
-from asyncllm.kernels.quant_gemm.kernel import (
-    LEAST_CHUNK,
-    MAX_CHUNK,
+from asyncllm.kernels.quant_gemm.matrix import (
+    FORMATS,
     Quantized,
     dequantize,
-    one_row,
-    one_row_add_norm,
     quantize_rows,
-    several_rows,
+    to_words,
 )
-from asyncllm.models.layers.linear_method import Weights
+from asyncllm.kernels.quant_gemm.product import CHUNK
+from asyncllm.kernels.quant_gemm.row import one_row, one_row_add_norm
+from asyncllm.kernels.quant_gemm.rows import several_rows
+from asyncllm.models.layers.linear_method import Weights, put
 from asyncllm.models.layers.ops import Epilogue, FusedProducts, Norm, Normed, Ops, Out
 from asyncllm.models.quantization.scheme import CODE_VALUES, FP8_MAX, Scheme, unpack
+from asyncllm.models.quantization.scheme import dequantize as dequantize_torch
 
 SOME_ROWS = 192  # above, a matrix in 16 bits pays
 PREPARED_ROWS = 4096  # at a time, for the sake of memory
 FP8_ALIGNMENT = 16  # of both sides of a matrix, in cuBLAS's FP8 and int8 products
+LEAST_GROUP = 16  # columns that tensor cores take together
 
 
 class CudaKernel:
@@ -45,33 +49,51 @@ class CudaKernel:
 
     def prepare(self, scheme: Scheme, weights: Weights) -> None:
         weight = weights["weight"]
-        if scheme.bits == 4:
-            half = chunk_of(scheme, weight.shape[1] * 2) // 2
-            for rows in weight.split(PREPARED_ROWS):
-                codes = unpack(rows).unflatten(1, (-1, 2, half))
-                rows.copy_((codes[:, :, 0] | codes[:, :, 1] << 4).flatten(1))
+        if scheme.bits == 4 and takes_groups(scheme):
+            columns = weight.shape[1] * 2
+            if columns % CHUNK == 0:
+                words = weight.view(torch.int32)
+            else:  # a reload writes the form again, so it stays
+                shape = len(weight), -(-columns // CHUNK) * CHUNK // 8
+                words = put(weights, "words", weight.new_zeros(shape, dtype=torch.int32))
+            for rows, target in zip(
+                weight.split(PREPARED_ROWS), words.split(PREPARED_ROWS), strict=True
+            ):
+                codes = F.pad(unpack(rows), (0, -columns % CHUNK))
+                target.copy_(to_words(codes))
         if scheme.activations == "static":  # of parts that were measured alone: none may be cut off
             weights["input_scale"].fill_(weights["input_scale"].max())
 
     def matrix(self, scheme: Scheme, weights: Weights) -> Quantized:
+        weight, group = weights["weight"], scheme.group
+        columns = weight.shape[1] * 8 // scheme.bits
+        if scheme.bits == 4:
+            weight = weights["words"] if "words" in weights else weight.view(torch.int32)
+        if scheme.has_offset and group is None:
+            group = -(-columns // CHUNK) * CHUNK
+        scale = weights["scale"]
         return Quantized(
-            weights["weight"],
-            weights["scale"],
+            weight,
+            scale.view(torch.int32) if scheme.has_exponents else scale,
             weights.get("offset"),
             self._tables.get(scheme.kind),
             weights.get("bias"),
-            scheme.group,
-            chunk_of(scheme, weights["weight"].shape[1] * 8 // scheme.bits),
+            group,
+            columns,
+            FORMATS[scheme.kind],
         )
 
     def product(self, scheme: Scheme, weights: Weights, x: Normed) -> torch.Tensor:
-        matrix, num_rows = self.matrix(scheme, weights), x.values.shape[0]
+        num_rows = x.values.shape[0]
+        if not takes_groups(scheme):
+            return self._dequantized(scheme, weights, _ordered(weights, x).whole())
+        matrix = self.matrix(scheme, weights)
         if num_rows == 1:
             return one_row(_ordered(weights, x), matrix)
         values = _ordered(weights, x).whole()
         if _by_rows_of_fp8(scheme, weights):
             return self._fp8(scheme, weights, values)
-        if num_rows <= SOME_ROWS and matrix.chunk >= LEAST_CHUNK:
+        if num_rows <= SOME_ROWS:
             return several_rows(values, matrix)
         if scheme.kind == "int8" and scheme.activations is not None and _aligned(weights):
             values8, scales = quantize_rows(values, torch.int8)
@@ -83,9 +105,11 @@ class CudaKernel:
     def fused(
         self, scheme: Scheme, weights: Weights, x: Normed, epilogue: Epilogue[Out]
     ) -> Out | None:
-        if x.values.shape[0] > 1:
+        num_rows = x.values.shape[0]
+        in_cublas = num_rows > SOME_ROWS or (num_rows > 1 and _by_rows_of_fp8(scheme, weights))
+        if in_cublas or not takes_groups(scheme):
             return None
-        ops = _OneRow(self.matrix(scheme, weights))
+        ops = _InKernel(self.matrix(scheme, weights))
         return epilogue.fused(ops, _ordered(weights, x), weights["weight"], weights.get("bias"))
 
     def _fp8(self, scheme: Scheme, weights: Weights, x: torch.Tensor) -> torch.Tensor:
@@ -100,9 +124,15 @@ class CudaKernel:
         )
         return _with_bias(y, weights.get("bias"))
 
+    def _dequantized(self, scheme: Scheme, weights: Weights, x: torch.Tensor) -> torch.Tensor:
+        matrix = dequantize_torch(
+            scheme, weights["weight"], weights["scale"], weights.get("offset")
+        )
+        return F.linear(x, matrix.to(x.dtype), weights.get("bias"))
+
 
 @dataclass(frozen=True, slots=True)
-class _OneRow(FusedProducts):
+class _InKernel(FusedProducts):
     """One quantised matrix in place of each product's weight."""
 
     matrix: Quantized
@@ -110,7 +140,9 @@ class _OneRow(FusedProducts):
     def product_swiglu(
         self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        return one_row(x, self.matrix, gated=True)
+        if x.values.shape[0] == 1:
+            return one_row(x, self.matrix, gated=True)
+        return several_rows(x.whole(), self.matrix, gated=True)
 
     def product_add_rms_norm(
         self,
@@ -119,18 +151,19 @@ class _OneRow(FusedProducts):
         bias: torch.Tensor | None,
         residual: torch.Tensor,
         norm: Norm,
-    ) -> Normed:
+    ) -> Normed | None:
+        if x.values.shape[0] > 1:
+            return None
         return one_row_add_norm(x.whole(), self.matrix, residual, norm)
 
 
-def chunk_of(scheme: Scheme, columns: int) -> int:
-    """The most columns that tiles take together: a power of two that divides a group, and, of four
-    bits, also the columns."""
-    chunk = MAX_CHUNK
-    sizes = [scheme.group or chunk, *([columns] if scheme.bits == 4 else [])]
-    while any(size % chunk for size in sizes):
-        chunk //= 2
-    return chunk
+def takes_groups(scheme: Scheme) -> bool:
+    """Whether our kernels multiply by groups of this size."""
+    if scheme.group is None or scheme.group % CHUNK == 0:
+        return True
+    if scheme.bits == 4:
+        return CHUNK % scheme.group == 0 and scheme.group >= LEAST_GROUP
+    return scheme.group % LEAST_GROUP == 0
 
 
 def _ordered(weights: Weights, x: Normed) -> Normed:

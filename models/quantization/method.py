@@ -23,8 +23,8 @@ from asyncllm.models.quantization.scheme import Scheme
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One tensor of a file: `suffix` after the layer's name, its shape and dtype, and what becomes
-    of it.
+    """One tensor of a file: `suffix` after the layer's name (and a dot, unless it begins with "_"
+    or is empty), its shape and dtype, and what becomes of it.
 
     convert: the contents of `fields`, in their order, [rows, ...] each; None: the tensor is the one
     field. Without fields it only checks. Raises `ValueError` in the words that follow the tensor's
@@ -43,11 +43,13 @@ class Reader:
     """The layout of linear layers in one file format.
 
     sources: (name, rows, columns) -> all tensors of a layer but its bias. Raises `ModelLoadError`
-    for sizes that the format cannot have.
+    for sizes that the format cannot have. stacked: what is in place of a tensor that has several
+    experts in 16 bits; None: nothing is.
     """
 
     scheme: Scheme
     sources: Callable[[str, int, int], Iterator[Source]]
+    stacked: Callable[[Load], Iterator[Source]] | None = None
 
 
 class Kernel(Protocol):
@@ -113,7 +115,7 @@ class QuantizedLinearMethod:
                 if shape.shard != WHOLE and source.fields:
                     source = self._shard(source, shape, name)
                 views = [weights[field][place.get(field, by_row)] for field in source.fields]
-                yield self._load(name, source, views)
+                yield source_load(name, source, views, self.device)
             start += rows
         yield from bias_loads(shape, weights)
 
@@ -156,20 +158,6 @@ class QuantizedLinearMethod:
 
         return replace(source, convert=convert)
 
-    def _load(self, name: str, source: Source, views: list[torch.Tensor]) -> Load:
-        transform = None
-        if source.convert is not None:
-            transform = partial(_fill, source.convert, views)
-        nothing = torch.empty(0, device=self.device)
-        return Load(
-            f"{name}.{source.suffix}",
-            views[0] if views else nothing,
-            transform=transform,
-            file_shape=source.shape,
-            file_dtype=source.dtype,
-            others=tuple(views[1:]),
-        )
-
     def finish(self, weights: Weights) -> None:
         order = weights.get("order")
         if order is not None and not (order == order[0]).all():
@@ -184,6 +172,22 @@ class QuantizedLinearMethod:
 
     def fused(self, weights: Weights, x: Normed, epilogue: Epilogue[Out]) -> Out | None:
         return self.kernel.fused(self.scheme, weights, x, epilogue)
+
+
+def source_load(name: str, source: Source, views: list[torch.Tensor], device: torch.device) -> Load:
+    """views: of the source's fields."""
+    transform = None
+    if source.convert is not None:
+        transform = partial(_fill, source.convert, views)
+    join = "" if source.suffix.startswith("_") or not source.suffix else "."
+    return Load(
+        f"{name}{join}{source.suffix}",
+        views[0] if views else torch.empty(0, device=device),
+        transform=transform,
+        file_shape=source.shape,
+        file_dtype=source.dtype,
+        others=tuple(views[1:]),
+    )
 
 
 def _fill(

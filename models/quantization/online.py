@@ -12,11 +12,13 @@ import torch
 
 from asyncllm.errors import ModelLoadError
 from asyncllm.model_config import Quantization
+from asyncllm.models.base import Load
 from asyncllm.models.quantization.fp8_files import ReaderOf
 from asyncllm.models.quantization.method import Reader, Source
 from asyncllm.models.quantization.scheme import Scheme, quantize
 
 INT4_GROUP = 128
+ROWS = 16_384  # at a time, for the sake of memory
 SCHEMES: dict[Quantization, Scheme] = {
     "fp8": Scheme("fp8", activations="dynamic"),
     "int8": Scheme("int8", activations="dynamic"),
@@ -26,22 +28,40 @@ SCHEMES: dict[Quantization, Scheme] = {
 
 def online(quantization: Quantization) -> ReaderOf:
     scheme = SCHEMES[quantization]
-    reader = Reader(scheme, partial(_sources, scheme))
+    reader = Reader(scheme, partial(_sources, scheme), partial(_stacked, scheme))
     return lambda name: reader
 
 
 def _sources(scheme: Scheme, name: str, rows: int, columns: int) -> Iterator[Source]:
+    _check_columns(scheme, name, columns)
+    yield Source(
+        "weight", (rows, columns), torch.bfloat16, ("weight", "scale"), partial(_quantize, scheme)
+    )
+
+
+def _check_columns(scheme: Scheme, name: str, columns: int) -> None:
     if scheme.group is not None and columns % scheme.group:
         raise ModelLoadError(
             f"quantization {scheme.kind}: {name} has {columns} columns, which groups of "
             f"{scheme.group} do not divide"
         )
+
+
+def _stacked(scheme: Scheme, load: Load) -> Iterator[Source]:
+    """Experts of one tensor, in the order in which the family has them in 16 bits."""
+    order = load.transform or (lambda tensor: tensor)
+    _check_columns(scheme, load.name, load.view.shape[-1])
     yield Source(
-        "weight", (rows, columns), torch.bfloat16, ("weight", "scale"), partial(_quantize, scheme)
+        "",
+        load.file_shape or tuple(load.view.shape),
+        torch.bfloat16,
+        ("weight", "scale"),
+        lambda experts: _quantize(scheme, order(experts).flatten(0, 1)),
     )
 
 
 def _quantize(scheme: Scheme, matrix: torch.Tensor) -> list[torch.Tensor]:
     if not torch.isfinite(matrix).all():
         raise ValueError("holds numbers that are not finite, which cannot be quantised")
-    return [*quantize(scheme, matrix)]
+    made = [quantize(scheme, rows) for rows in matrix.split(ROWS)]
+    return [torch.cat(parts) for parts in zip(*made, strict=True)]

@@ -1,7 +1,8 @@
 """The one form that every quantised matrix takes, whatever file it came from, and its meaning.
 
     weight  [rows, columns]  element i of `kind`: e4m3, int8, or a code of four bits
-    scale   [rows, groups]   float; columns are cut into groups, the last one may be short
+    scale   [rows, groups]   float, or the exponents of powers of two (e8m0); columns are cut into
+                             groups, the last one may be short
     offset  [rows, groups]   float, where there are zero points
     order   int32 [columns]  input column of each stored one, where they are sorted (act-order)
 
@@ -22,6 +23,7 @@ Kind = Literal["fp8", "int8", "int4", "fp4", "nf4"]
 Activations = Literal["dynamic", "static"]
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+E8M0_BIAS = 127
 # Quantiles of the normal distribution, as bitsandbytes has them.
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -43,7 +45,7 @@ class Scheme:
 
     group: columns that share a scale; None: all of a row. activations: how the input of a product
     is quantised; None: it stays in 16 bits. "dynamic": by each token's largest value, "static": by
-    a scale of the checkpoint.
+    a scale of the checkpoint. has_exponents: scales are bytes, 2 ** (byte - 127).
     """
 
     kind: Kind
@@ -51,6 +53,7 @@ class Scheme:
     has_offset: bool = False
     has_order: bool = False
     activations: Activations | None = None
+    has_exponents: bool = False
 
     @property
     def bits(self) -> int:
@@ -60,6 +63,12 @@ class Scheme:
     def dtype(self) -> torch.dtype:
         """Of `weight` in memory; two codes of four bits to a byte."""
         return {"fp8": FP8, "int8": torch.int8}.get(self.kind, torch.uint8)
+
+    def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """In a model of this dtype. What is multiplied to sums is float32; e4m3's scales are."""
+        if self.has_exponents:
+            return torch.uint8
+        return torch.float32 if self.group is None or self.kind == "fp8" else dtype
 
     def num_groups(self, columns: int) -> int:
         return -(-columns // (self.group or columns))
@@ -104,6 +113,8 @@ def dequantize(
 
 
 def _by_column(scheme: Scheme, by_group: torch.Tensor, columns: int) -> torch.Tensor:
+    if by_group.dtype == torch.uint8:
+        by_group = torch.exp2(by_group.float() - E8M0_BIAS)
     if scheme.group is None:
         return by_group.float()
     return by_group.float().repeat_interleave(scheme.group, dim=1)[:, :columns]

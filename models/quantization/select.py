@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
 from asyncllm.errors import ModelLoadError
 from asyncllm.model_config import ModelConfig
-from asyncllm.models.checkpoint import Checkpoint
+from asyncllm.models.checkpoint import Checkpoint, list_keys
+from asyncllm.models.layers.experts_method import ExpertsMethod, ExpertsShape
 from asyncllm.models.layers.linear_method import LinearMethod, UnquantizedLinearMethod
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.loader import DTYPES
 from asyncllm.models.quantization.bitsandbytes_files import bitsandbytes
 from asyncllm.models.quantization.compressed_files import compressed_tensors
+from asyncllm.models.quantization.cpu_experts import CpuExperts
 from asyncllm.models.quantization.cpu_kernel import CpuKernel
+from asyncllm.models.quantization.experts import (
+    ExpertsKernel,
+    FamilyLoads,
+    QuantizedExpertsMethod,
+)
 from asyncllm.models.quantization.file_config import Keys, quantization_keys
 from asyncllm.models.quantization.fp8_files import ReaderOf, fp8, modelopt
 from asyncllm.models.quantization.method import Kernel, QuantizedLinearMethod, Reader
+from asyncllm.models.quantization.mxfp4_files import mxfp4
 from asyncllm.models.quantization.online import online
 from asyncllm.models.quantization.packed_files import auto_round, awq, gptq
 from asyncllm.models.quantization.sources import Header
-
-logger = logging.getLogger("asyncllm")
 
 FORMATS: dict[str, Callable[[Keys, Header], ReaderOf]] = {
     "fp8": fp8,
@@ -34,43 +40,87 @@ FORMATS: dict[str, Callable[[Keys, Header], ReaderOf]] = {
     "awq": awq,
     "auto-round": auto_round,
     "bitsandbytes": bitsandbytes,
+    "mxfp4": mxfp4,
 }
 
 
-def linear_methods(
+class Methods(NamedTuple):
+    """linear: a layer's name in the checkpoint -> its method. experts: the name and shape of a
+    layer's experts -> theirs, None for those in 16 bits. schemes, left: what was asked for, and
+    the linear layers and experts without one."""
+
+    linear: Callable[[str], LinearMethod]
+    experts: Callable[[str, ExpertsShape], ExpertsMethod | None] | None
+    schemes: set[str]
+    left: set[str]
+
+    def describe(self) -> str:
+        """What is quantised, and what is not."""
+        rest = f", {len(self.left)} layers: {list_keys(self.left)}" if self.left else ""
+        return (
+            f"weights are quantised: {', '.join(sorted(self.schemes))}; in 16 bits: embeddings, "
+            f"LM head, norms, routers{rest}"
+        )
+
+
+def select_methods(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, ops: Ops
-) -> Callable[[str], LinearMethod]:
-    """A layer's name in the checkpoint -> its method. Raises `ModelLoadError`."""
+) -> Methods:
+    """Raises `ModelLoadError` for what is not served exactly."""
     plain = UnquantizedLinearMethod(dtype, device, ops)
     reader_of = _reader_of(config)
     if reader_of is None:
-        return lambda name: plain
-    kernel = select_kernel(device, dtype, ops)
-    if device.type == "cuda":
-        logger.info("persistent decode and skinny GEMM are for 16 bits: weights are quantised")
+        return Methods(lambda name: plain, None, set(), set())
+    kernel, experts_kernel = select_kernels(device, dtype, ops)
 
     @cache
-    def method(reader: Reader) -> LinearMethod:
+    def linear(reader: Reader) -> LinearMethod:
         return QuantizedLinearMethod(reader, kernel, dtype, device)
 
-    def method_of(name: str) -> LinearMethod:
-        reader = reader_of(name)
-        return plain if reader is None else method(reader)
+    schemes: set[str] = set()
+    left: set[str] = set()
 
-    return method_of
+    def note(name: str, reader: Reader | None) -> Reader | None:
+        if reader is None:
+            left.add(name)
+        else:
+            schemes.add(str(reader.scheme))
+        return reader
+
+    def method_of(name: str) -> LinearMethod:
+        reader = note(name, reader_of(name))
+        return plain if reader is None else linear(reader)
+
+    @cache
+    def experts(reader: Reader) -> ExpertsMethod:
+        return QuantizedExpertsMethod(reader, experts_kernel, dtype, device)
+
+    def experts_of(name: str, shape: ExpertsShape) -> ExpertsMethod | None:
+        readers = {reader_of(layer) for layer in FamilyLoads.of(name, shape, dtype).layers}
+        if len(readers) > 1:
+            raise ModelLoadError(f"{name}: these experts are not quantised alike")
+        reader = note(name, readers.pop())
+        return None if reader is None else experts(reader)
+
+    return Methods(method_of, experts_of, schemes, left)
 
 
 def is_quantized(config: ModelConfig) -> bool:
     return config.quantization is not None or quantization_keys(config) is not None
 
 
-def select_kernel(device: torch.device, dtype: torch.dtype, ops: Ops) -> Kernel:
+def select_kernels(
+    device: torch.device, dtype: torch.dtype, ops: Ops
+) -> tuple[Kernel, ExpertsKernel]:
     """Ours on CUDA, in 16 bits; torch's else."""
     if device.type != "cuda" or dtype == torch.float32:
-        return CpuKernel()
-    from asyncllm.models.quantization.cuda_kernel import CudaKernel  # slow to import: Triton
+        return CpuKernel(), CpuExperts()
+    # Slow to import: Triton.
+    from asyncllm.models.quantization.cuda_experts import CudaExperts
+    from asyncllm.models.quantization.cuda_kernel import CudaKernel
 
-    return CudaKernel(device, dtype, ops)
+    kernel = CudaKernel(device, dtype, ops)
+    return kernel, CudaExperts(kernel)
 
 
 def _reader_of(config: ModelConfig) -> ReaderOf | None:

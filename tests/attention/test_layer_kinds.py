@@ -116,7 +116,7 @@ class Backend:
         declared = SimpleNamespace(KERNEL=kernel, definitions=balanced_decode.definitions)
         monkeypatch.setattr(module, "balanced_decode", declared)
         monkeypatch.setattr(module, "BalancedDecode", Balanced)
-        monkeypatch.setattr(module, "PrefillPlan", lambda kinds, cache, workspace: self)
+        monkeypatch.setattr(module, "PrefillPlan", lambda *args: self)
         monkeypatch.setattr(Balanced, "launched", self.launched, raising=False)
         cache = KVCache(CacheLayout(layers, 16, BF16), 3, torch.device("cpu"))
         self.attention = module.FlashInferAttention(cache, layers)
@@ -125,7 +125,9 @@ class Backend:
         return lambda layer, *_: self.launched.append(f"{name} {layer.index}")
 
     def _stub_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def rotate(layer: AttentionLayer, qkv: torch.Tensor, *_: Any) -> torch.Tensor:
+        def rotate(
+            layer: AttentionLayer, qkv: torch.Tensor, *_: Any, **others: Any
+        ) -> torch.Tensor:
             self.launched.append(f"rotate {layer.index}")
             return qkv[:, : layer.num_heads]
 

@@ -24,6 +24,7 @@ ENGINE: dict[str, Any] = {
 CACHED = ("prompt_tokens_details", "input_tokens_details", "input_tokens",
           "cache_read_input_tokens")  # depend on what was asked before  # fmt: skip
 QUESTIONS = [[{"role": "user", "content": f"What is {i} + 30?"}] for i in range(6)]
+GREEDY = {"max_tokens": 5, "temperature": 0}
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     *((CHAT, {"messages": q, "temperature": 0, "max_tokens": 12}) for q in QUESTIONS),
     (COMPLETIONS, {"prompt": ["Once", "upon"], "temperature": 0, "max_tokens": 8, "n": 2}),
@@ -32,8 +33,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
         "type": "json_schema", "json_schema": {"name": "it", "schema": {"enum": ["a", "b"]}}}}),
     ("/v1/responses", {"input": "Hello", "temperature": 0, "max_output_tokens": 8}),
     ("/v1/messages", {"messages": QUESTIONS[0], "temperature": 0, "max_tokens": 8}),
-    ("/inference/v1/generate", {
-        "token_ids": [72, 101], "sampling_params": {"max_tokens": 5, "temperature": 0}}),
+    ("/inference/v1/generate", {"token_ids": [72, 101], "sampling_params": GREEDY}),
     (CHAT, {"messages": QUESTIONS[0], "max_tokens": 100_000}),
     (CHAT, {"messages": QUESTIONS[0], "response_format": {
         "type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "no"}}}}),

@@ -1,4 +1,4 @@
-"""Random adapters, written by peft, and the answers of transformers with them merged."""
+"""Random adapters, written by peft, and transformers' models with them merged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from tests.models.tiny_checkpoints import random_reference
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-Answer = tuple[list[int], list[float]]  # tokens, their log-probabilities
 
 
 @torch.no_grad()
@@ -37,22 +36,3 @@ def write_adapter(
                 weights.weight.normal_(0, 0.15, generator=generator)
     model.save_pretrained(str(folder))
     return model.merge_and_unload()
-
-
-@torch.inference_mode()
-def greedy(model: Any, prompt: list[int], num_tokens: int) -> Answer:
-    output = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        max_new_tokens=num_tokens,
-        do_sample=False,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        output_scores=True,
-    )
-    tokens = output.sequences[0, len(prompt) :].tolist()
-    scores = [
-        score[0].log_softmax(0)[token].item()
-        for score, token in zip(output.scores, tokens, strict=True)
-    ]
-    return tokens, scores

@@ -1,19 +1,26 @@
-"""Adapters loaded, used, unloaded and reloaded at random, against an oracle of files and slots."""
+"""Adapters loaded, used, unloaded and reloaded at random, against an oracle of files and slots.
+
+And what happens to requests that wait for an adapter.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import random
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from asyncllm import AsyncLLMEngine, SamplingParams
 from asyncllm.engine.adapters import Adapter, AdapterManager
-from asyncllm.errors import LoRALoadError
+from asyncllm.errors import EngineDeadError, InvalidRequestError, LoRALoadError, QueueFullError
 from asyncllm.lora import LoRARequest
 from asyncllm.models.lora_adapter import AdapterInfo
+from tests.engine.adapter_files import write_tiny_adapter
 
 NUM_STEPS = 625  # of each of the 16 worlds
 NAMES = [f"adapter{i}" for i in range(9)]
@@ -69,9 +76,11 @@ def test_random_worlds(
         version = 0
 
         async def use(name: str) -> None:
-            path = f"/{name}"
+            request = LoRARequest(name, lora_path=f"/{name}")
             try:
-                adapter = await manager.acquire(LoRARequest(name, lora_path=path))
+                if random.random() < 0.1:
+                    await manager.add(request, reload=True)
+                adapter = await manager.acquire(request, adds=True)
             except LoRALoadError:
                 return
             text = store.slots[adapter.slot]
@@ -116,7 +125,130 @@ def test_random_worlds(
     asyncio.run(asyncio.wait_for(world(), 60))
 
 
+async def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():  # noqa: ASYNC110 (any condition will do)
+        await asyncio.sleep(0.01)
+
+
 def _raised(task: asyncio.Task[None]) -> bool:
     if not task.cancelled() and task.exception() is not None:
         raise task.exception()  # type: ignore[misc]
     return False
+
+
+def test_a_cancelled_reader_keeps_its_place_until_its_thread_ends() -> None:
+    class SlowStore(FakeStore):
+        def __init__(self) -> None:
+            super().__init__(num_places=1, num_slots=1)
+            self.may_end = threading.Event()
+            self.reading: set[int] = set()
+
+        def read(self, folder: Path, place: int) -> AdapterInfo:
+            assert place not in self.reading, "two threads write one place"
+            self.reading.add(place)
+            self.may_end.wait(20)
+            self.reading.discard(place)
+            return super().read(folder, place)
+
+    store = SlowStore()
+    store.files = {"/one": "one", "/two": "two"}
+
+    async def test() -> None:
+        manager = AdapterManager(store)  # type: ignore[arg-type]
+        adding = [
+            asyncio.create_task(manager.add(LoRARequest(name, lora_path=f"/{name}")))
+            for name in ("one", "two")
+        ]
+        await until(lambda: bool(store.reading))
+        adding[0].cancel()
+        await asyncio.sleep(0.05)
+        store.may_end.set()
+        await adding[1]
+        assert store.places == {0: "two"}
+        manager.check_integrity()
+
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+# --- with an engine ------------------------------------------------------------------------------
+
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+TINY: dict[str, Any] = {"max_model_len": 512, "num_gpu_blocks_override": 200, "device": "cpu"}
+
+
+class OneSlot:
+    """An engine with one slot, which a long request has; `wait` asks for another adapter."""
+
+    def __init__(self, folder: Path, **engine_args: Any) -> None:
+        self.loras = [
+            LoRARequest(name, lora_path=write_tiny_adapter(folder / name, seed))
+            for seed, name in enumerate(("one", "two"))
+        ]
+        self.engine = AsyncLLMEngine("tiny", enable_lora=True, max_loras=1, **TINY, **engine_args)
+
+    async def begin(self) -> asyncio.Future[Any]:
+        await self.engine.start()
+        running = asyncio.ensure_future(self.engine.generate("A", LONG, lora_request=self.loras[0]))
+        await until(lambda: self.engine.lora_activity()[0] == ["one"])
+        return running
+
+    async def wait(self) -> asyncio.Future[Any]:
+        waiting = asyncio.ensure_future(self.engine.generate("B", LONG, lora_request=self.loras[1]))
+        await until(lambda: self.engine.lora_activity()[1] == ["two"])
+        return waiting
+
+
+def test_who_waits_for_a_slot_hears_that_the_engine_closes(tmp_path: Path) -> None:
+    async def test() -> None:
+        slot = OneSlot(tmp_path)
+        running, waiting = await slot.begin(), await slot.wait()
+        slot.engine.pin_lora("one")  # so that its end frees nothing
+        await slot.engine.aclose()
+        for task in (running, waiting):
+            with pytest.raises((EngineDeadError, RuntimeError)):
+                await asyncio.wait_for(task, 10)
+
+    asyncio.run(test())
+
+
+def test_who_waits_for_a_slot_is_in_the_queue(tmp_path: Path) -> None:
+    async def test() -> None:
+        slot = OneSlot(tmp_path, max_queued_requests=1)
+        async with slot.engine:
+            running, waiting = await slot.begin(), await slot.wait()
+            with pytest.raises(QueueFullError, match="max_queued_requests is 1"):
+                await slot.engine.generate("C", LONG)
+            waiting.cancel()
+            running.cancel()
+            await asyncio.wait([waiting, running])
+            await slot.engine.generate("C", SamplingParams(max_tokens=1))
+            slot.engine.check_idle()
+
+    asyncio.run(test())
+
+
+def test_who_waits_for_a_slot_too_long_is_refused(tmp_path: Path) -> None:
+    async def test() -> None:
+        slot = OneSlot(tmp_path, max_queue_seconds=0.2)
+        async with slot.engine:
+            running = await slot.begin()
+            with pytest.raises(QueueFullError, match="max_queue_seconds"):
+                await asyncio.wait_for(await slot.wait(), 10)
+            running.cancel()
+
+    asyncio.run(test())
+
+
+def test_a_request_that_was_parsed_before_an_unload_does_not_load_it_again(tmp_path: Path) -> None:
+    """As HTTP asks for it: the name was there when the body was read."""
+
+    async def test() -> None:
+        slot = OneSlot(tmp_path)
+        async with slot.engine as engine:
+            await engine.add_lora(slot.loras[0])
+            assert engine.remove_lora("one")
+            with pytest.raises(InvalidRequestError, match="'one' is not loaded"):
+                await engine.add_request("r", "A", LONG, print, lora_request=slot.loras[0])
+            assert engine.list_loras() == []
+
+    asyncio.run(test())

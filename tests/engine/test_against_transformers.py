@@ -48,36 +48,40 @@ def make_prompts(long: bool) -> list[list[int]]:
     return [*prompts, ids(WINDOW + 9)] if long else prompts
 
 
+Answer = tuple[list[int], list[float]]  # tokens, their log-probabilities
+
+
+@torch.inference_mode()
+def greedy(model: Any, prompt: list[int], num_tokens: int) -> Answer:
+    """What transformers' generate answers."""
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    tokens = output.sequences[0, len(prompt) :].tolist()
+    scores = [
+        score[0].log_softmax(0)[token].item()
+        for score, token in zip(output.scores, tokens, strict=True)
+    ]
+    return tokens, scores
+
+
 class Reference:
     """transformers' greedy answers, one prompt at a time, and the checkpoint they came from."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.folder = folder
         self.prompts = make_prompts(long=name == "llama-dynamic")
-        with torch.inference_mode():
-            random_reference(CONFIGS[name]).save_pretrained(folder)
-            # dynamic RoPE keeps state between calls, so each prompt gets a fresh model
-            answers = [self._generate(name, prompt) for prompt in self.prompts]
+        random_reference(CONFIGS[name]).save_pretrained(folder)
+        # dynamic RoPE keeps state between calls, so each prompt gets a fresh model
+        answers = [greedy(random_reference(CONFIGS[name]), p, NUM_TOKENS) for p in self.prompts]
         self.tokens = [tokens for tokens, _ in answers]
         self.logprobs = [logprobs for _, logprobs in answers]
-
-    @staticmethod
-    def _generate(name: str, prompt: list[int]) -> tuple[list[int], list[float]]:
-        output = random_reference(CONFIGS[name]).generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=NUM_TOKENS,
-            do_sample=False,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_scores=True,
-        )
-        tokens = output.sequences[0, len(prompt) :].tolist()
-        scores = [
-            score[0].log_softmax(0)[token].item()
-            for score, token in zip(output.scores, tokens, strict=True)
-        ]
-        return tokens, scores
 
 
 @pytest.fixture(scope="module")

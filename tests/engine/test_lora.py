@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from asyncllm import AsyncLLMEngine, LoRARequest, SamplingParams
-from tests.engine.lora_adapters import ALL, Answer, greedy, write_adapter, write_base
+from tests.engine.lora_adapters import ALL, write_adapter, write_base
 from tests.engine.test_against_transformers import (
     LOGPROB_TOLERANCE,
     NUM_TOKENS,
     REGIMES,
+    Answer,
+    greedy,
     make_prompts,
 )
 from tests.models.tiny_checkpoints import CONFIGS

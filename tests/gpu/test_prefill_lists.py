@@ -60,7 +60,7 @@ def test_they_are_those_of_the_planner(heads: tuple[int, int, int]) -> None:
     stream = torch.cuda.current_stream().cuda_stream
     ours = PrefillLists(layer, limits, make, num_blocks, device, stream)
     workspace, theirs = (torch.zeros(8 << 20, dtype=torch.uint8, device=device) for _ in range(2))
-    module = PrefillModule(layer, cache, workspace, theirs)
+    module = PrefillModule(layer, cache, workspace, torch.bfloat16, theirs)
     rng = random.Random(0)
     for num_decodes in [0, 3, 64] * 10:
         rows = random_rows(rng)

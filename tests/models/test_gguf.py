@@ -121,6 +121,63 @@ def test_weights_are_those_that_the_package_dequantises(kind: str, tmp_path: Pat
         np.testing.assert_array_equal(found.numpy(), expected, err_msg=name)
 
 
+K_BYTES = {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210}  # of 256 numbers
+
+
+def k_scales(packed: np.ndarray, number: int) -> tuple[int, int]:
+    """Scale and minimum of 32 numbers, of six bits each in twelve bytes."""
+    if number < 4:
+        return packed[number] & 63, packed[number + 4] & 63
+    low, high = packed[number + 4], packed[number - 4] >> 6
+    return low & 15 | high << 4, low >> 4 | packed[number] >> 6 << 4
+
+
+def k_numbers(kind: str, block: np.ndarray) -> np.ndarray:
+    """A block's numbers by llama.cpp's definition of its layout, one after the other."""
+    made = np.zeros(256, np.float32)
+    half = block.view(np.float16).astype(np.float32)
+    values = block.astype(int)
+    if kind == "Q6_K":
+        low, high, scales = values[:128], values[128:192], block[192:208].view(np.int8)
+        for i in range(256):
+            part, place = divmod(i, 128)
+            quarter, at = divmod(place, 32)
+            nibble = low[64 * part + 32 * (quarter % 2) + at] >> 4 * (quarter // 2) & 15
+            code = nibble | (high[32 * part + at] >> 2 * quarter & 3) << 4
+            made[i] = half[104] * scales[8 * part + 2 * quarter + at // 16] * (code - 32)
+        return made
+    start = 48 if kind == "Q5_K" else 16
+    for i in range(256):
+        number, at = divmod(i, 32)
+        scale, least = k_scales(values[4:16], number)
+        code = values[start + 32 * (number // 2) + at] >> 4 * (number % 2) & 15
+        if kind == "Q5_K":
+            code += (values[16 + at] >> number & 1) << 4
+        made[i] = half[0] * scale * code - half[1] * least
+    return made
+
+
+@pytest.mark.parametrize("kind", K_BYTES)
+def test_k_quants_by_their_definition(kind: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    blocks = rng.integers(0, 256, (6, K_BYTES[kind]), np.uint8)
+    factors = rng.normal(0, 0.1, (6, 2)).astype(np.float16).view(np.uint8)
+    blocks[:, -2:] = factors[:, :2]  # of Q6_K; codes of the others
+    if kind != "Q6_K":
+        blocks[:, :4] = factors
+    file = tmp_path / "one.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    kind_id = getattr(gguf.GGMLQuantizationType, kind)
+    writer.add_tensor("blk.0.ffn_up.weight", blocks.reshape(3, -1), raw_dtype=kind_id)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = GGUFCheckpoint(file).read("model.layers.0.mlp.up_proj.weight").numpy()
+    expected = np.stack([k_numbers(kind, block) for block in blocks]).reshape(3, 512)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
+
+
 def test_a_file_is_served_with_its_own_tokenizer_and_template(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     file = tmp_path / "tiny.gguf"

@@ -27,7 +27,7 @@ from asyncllm.worker.ranks.messages import (
     decode_step,
     encode,
     encode_config,
-    encode_step,
+    step_content,
 )
 
 
@@ -56,7 +56,7 @@ MIXED = PackedStep(
 
 @pytest.mark.parametrize("step", [DECODES, MIXED], ids=["decodes", "mixed"])
 def test_a_step_arrives_as_it_was(step: PackedStep) -> None:
-    (message,) = Frames().feed(encode_step(step))
+    (message,) = Frames().feed(encode(Kind.STEP, *step_content(step)))
     assert message[0] is Kind.STEP
     arrived = decode_step(list(message[1:]))
     assert arrived.has_prompts == step.has_prompts and arrived.shape == step.shape

@@ -33,12 +33,9 @@ REFUSED = {
 }
 
 
-def build(folder: Path, mesh: Mesh, keeps_latents: bool = False) -> CausalLM:
+def build(folder: Path, mesh: Mesh) -> CausalLM:
     config = ModelConfig.from_folder(folder)
-    ops = TorchOps()
-    return build_model(
-        config, torch.float32, CPU, ops, WINDOW, keeps_latents=keeps_latents, mesh=mesh
-    )
+    return build_model(config, torch.float32, CPU, TorchOps(), WINDOW, mesh=mesh)
 
 
 def logits_of(folder: Path, mesh: Mesh, token_ids: torch.Tensor) -> torch.Tensor:
@@ -50,7 +47,9 @@ def logits_of(folder: Path, mesh: Mesh, token_ids: torch.Tensor) -> torch.Tensor
     return torch.cat([sequence.logits(piece) for piece in pieces])
 
 
-def expect_equal(folder: Path, num_ranks: int, by_expert: bool = False) -> None:
+def expect_equal(
+    folder: Path, num_ranks: int, by_expert: bool = False, num_stages: int = 1
+) -> None:
     token_ids = torch.arange(NUM_TOKENS) * 41 % VOCAB_SIZE
     with torch.inference_mode():
         expected = logits_of(folder, Alone(), token_ids)
@@ -58,7 +57,8 @@ def expect_equal(folder: Path, num_ranks: int, by_expert: bool = False) -> None:
     def on_rank(mesh: ThreadMesh) -> torch.Tensor:
         return logits_of(folder, mesh, token_ids)
 
-    for logits in on_ranks(num_ranks, on_rank, by_expert):
+    of_ranks = on_ranks(num_ranks, on_rank, by_expert, num_stages)
+    for logits in of_ranks[:num_ranks]:  # the first stage's
         torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
 
 
@@ -78,6 +78,15 @@ def test_each_family_on_four_ranks_some_of_which_have_the_same_kv_head(family: P
     if family.name.startswith("gpt-oss"):
         pytest.skip("is refused, below")
     expect_equal(family, 4)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "qwen2-tied", "olmo2", "deepseek-v2", "llama-dynamic"])
+def test_stages_of_one_or_two_ranks(name: str, num_ranks: int, tmp_path: Path) -> None:
+    with torch.inference_mode():
+        random_reference(CONFIGS[name]).save_pretrained(tmp_path)
+    expect_equal(tmp_path, num_ranks, num_stages=2)
+    expect_equal(tmp_path, num_ranks, num_stages=3)
 
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)
@@ -133,6 +142,17 @@ def test_what_cannot_be_divided_is_refused_by_name(
         random_reference(config).save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match=complaint):
         build(tmp_path, Alone(MeshConfig(num_ranks, 0, by_expert)))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gpt-oss", "deepseek-v3"])
+def test_stages_have_all_of_the_weights_once(name: str, tmp_path: Path) -> None:
+    with torch.inference_mode():
+        random_reference(CONFIGS[name]).save_pretrained(tmp_path)
+    whole = {load.name: load.num_bytes for load in build(tmp_path, Alone()).loads()}
+    meshes = [MeshConfig(pp=3, rank=rank) for rank in range(3)]
+    stages = [load for mesh in meshes for load in build(tmp_path, Alone(mesh)).loads()]
+    assert {load.name: load.num_bytes for load in stages} == whole
+    assert len(stages) == len(whole)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gpt-oss", "deepseek-v3"])

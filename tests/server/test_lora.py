@@ -274,6 +274,23 @@ def test_load_lora_adapter_with_same_name_replaces_inplace(tmp_path: Path) -> No
     run(test())
 
 
+def test_a_broken_replacement_leaves_the_old_one(tmp_path: Path) -> None:
+    adapter, broken = (write_tiny_adapter(tmp_path / name) for name in ("it", "broken"))
+    _not_a_number(broken)
+
+    async def test() -> None:
+        async with adapters_served(tmp_path, [f"it={adapter}"]) as server:
+            wanted = await text_of(server, "it")
+            for path in (broken, adapter):
+                if path == adapter:  # the same folder, changed meanwhile
+                    _not_a_number(adapter)
+                body = {"lora_name": "it", "lora_path": str(path), "load_inplace": True}
+                assert (await server.post(LOAD, body))[0] == 400
+                assert await text_of(server, "it") == wanted
+
+    run(test())
+
+
 def test_load_lora_adapter_with_load_inplace_false_errors(tmp_path: Path) -> None:
     adapter = write_tiny_adapter(tmp_path / "it")
 

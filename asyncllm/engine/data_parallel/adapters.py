@@ -15,10 +15,13 @@ class GroupAdapters:
     def __init__(self, members: Sequence[Adapters]) -> None:
         self._members = members
 
-    async def add(self, request: LoRARequest) -> None:
-        """To all, or to none: where one refuses it, it is removed from those that took it."""
+    async def add(self, request: LoRARequest, *, reload: bool = False) -> None:
+        """To all, or to none: where one refuses a new name, it is removed from those that took it.
+        What is wrong with the files, the first of them says before the others change."""
         known = self.find(request.lora_name)
-        work = (member.add(request) for member in self._members)
+        first, *others = self._members
+        await first.add(request, reload=reload)
+        work = (member.add(request, reload=reload) for member in others)
         results = await asyncio.gather(*work, return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]
         if not errors:

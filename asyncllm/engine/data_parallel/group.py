@@ -21,7 +21,8 @@ from asyncllm.engine.data_parallel.router import Placement, Router
 from asyncllm.engine.output_state import Sink
 from asyncllm.engine.stats import AbortCause, SchedulerStats
 from asyncllm.engine.text.prompt import parse_prompt
-from asyncllm.errors import EngineDeadError, InvalidRequestError
+from asyncllm.errors import EngineDeadError, InvalidRequestError, LoRALoadError
+from asyncllm.lora import LoRARequest
 from asyncllm.outputs import RequestOutput
 
 logger = logging.getLogger("asyncllm")
@@ -52,6 +53,8 @@ class EngineGroup:
         if request_id in self._placed:  # on whichever engine
             raise InvalidRequestError(f"request_id {request_id!r} is in use", "request_id")
         lora = given.lora_request
+        if lora is not None and given.adds_lora:
+            await self._add_lora(lora)
         key = repr((given.cache_salt or parsed.cache_salt, lora and lora.lora_name)).encode()
         placement = self._router.place(ids, key)
         if placement is None:
@@ -69,6 +72,13 @@ class EngineGroup:
             raise
         if given.arrival.is_aborted:
             self._end(request_id, placement)
+
+    async def _add_lora(self, lora: LoRARequest) -> None:
+        """On all engines, as the next request for it may go to another."""
+        try:
+            await self.lora.add(lora)
+        except LoRALoadError as error:
+            raise InvalidRequestError(str(error), "lora_request") from error
 
     def _noting(self, request_id: str, placement: Placement, sink: Sink) -> Sink:
         """The sink of a request, whose first and last outputs change its engine's load."""

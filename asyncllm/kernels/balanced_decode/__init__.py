@@ -60,6 +60,7 @@ def limit(layer: AttentionLayer, dtype: torch.dtype, block_size: int) -> str | N
         (layer.window is None, f"a window of {layer.window}"),
         (layer.soft_cap is None, f"a soft cap of {layer.soft_cap}"),
         (layer.sinks is None, "sinks"),
+        (layer.slopes is None, "slopes (ALiBi)"),
         (norm is None or norm.q_weight.dtype is dtype, "norms of heads in float32"),
         (layer.head_dim in HEAD_DIMS, f"head_dim {layer.head_dim}"),
         (group <= MAX_GROUP, f"{group} query heads of one KV head"),
@@ -75,7 +76,7 @@ def shape_definitions(layer: AttentionLayer, block_size: int) -> Definitions:
 
 
 def _definitions_for(start: Start) -> Definitions | None:
-    if start.attention_backend != "flashinfer":
+    if start.attention_backend != "flashinfer" or start.kv_dtype is not start.dtype:
         return None
     return definitions(start.layers, start.dtype, start.block_size)
 

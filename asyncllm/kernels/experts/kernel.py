@@ -20,14 +20,15 @@ import triton
 import triton.language as tl
 
 from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
-from asyncllm.kernels.records import ExpertWeights, Normed, Routed
+from asyncllm.kernels.quant_gemm.matrix import Quantized, block_of, is_fast, plain_matrix
+from asyncllm.kernels.quant_gemm.product import ACTIVATIONS, activate, multiply
+from asyncllm.kernels.records import Activation, ExpertWeights, Normed, Routed
 
 FEW_TOKENS = 64  # a block of rows holds them all
 MIN_ROWS = 16  # that a product of Triton's has
 PLACED = 128  # assignments to a program that sorts
 SUM_COLUMNS = 1024
 WIDTH_MULTIPLE = 16  # of hidden size and experts' sizes
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +86,19 @@ def _sorted_rows(
 
 @triton.jit
 def _experts_kernel(
-    x_ptr, squares_ptr, weight_ptr, bias_ptr, gates_ptr, out_ptr, ids_ptr, counts_ptr, order_ptr,
-    num_tokens, num_squares, eps, limit, alpha,
+    x_ptr, squares_ptr, weight_ptr, scale_ptr, offset_ptr, table_ptr, bias_ptr, gates_ptr, out_ptr,
+    ids_ptr, counts_ptr, order_ptr, num_tokens, num_squares, eps, limit, alpha,
     NUM_EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, TOP_K: tl.constexpr,
-    TOP_K_PADDED: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr, GATED: tl.constexpr,
+    TOP_K_PADDED: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr, GROUP: tl.constexpr,
+    FORMAT: tl.constexpr, OFFSET: tl.constexpr, E8M0: tl.constexpr, FAST: tl.constexpr,
+    GATED: tl.constexpr, STAGES: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, SQUARES: tl.constexpr,
     SORTED: tl.constexpr, BY_EXPERT: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """GATED: gate and up of x [tokens, WIDTH] -> out [assignments, FEATURES]. Else down of
-    x [assignments, WIDTH], times the gates. weight: [experts, (2 *) FEATURES, WIDTH]."""
+    x [assignments, WIDTH], times the gates. weight: [experts, (2 *) FEATURES, WIDTH], stored as
+    quant_gemm/product.py says."""
     NUM_TILES: tl.constexpr = (FEATURES + TILE - 1) // TILE
     if PDL:
         start_next()
@@ -117,51 +121,38 @@ def _experts_kernel(
             ids_ptr, num_tokens, candidate, BY_EXPERT, NUM_EXPERTS, TOP_K, TOP_K_PADDED, ROWS
         )
     if expert < NUM_EXPERTS:
-        feature = (tl.program_id(0) % NUM_TILES) * TILE + tl.arange(0, TILE)
+        first = (tl.program_id(0) % NUM_TILES) * TILE
+        feature = first + tl.arange(0, TILE)
         inside = feature < FEATURES
-        column = tl.arange(0, BLOCK)
         source = token if GATED else assignment
-        rows_ptr = x_ptr + source[:, None].to(tl.int64) * WIDTH + column[None, :]
-        parts = 2 if GATED else 1
-        weight_ptr += expert.to(tl.int64) * (parts * FEATURES * WIDTH)
-        first_ptr = weight_ptr + feature[None, :] * WIDTH + column[:, None]
-        second_ptr = first_ptr + FEATURES * WIDTH
-        acc = tl.zeros((ROWS, TILE), dtype=tl.float32)
-        up = tl.zeros((ROWS, TILE), dtype=tl.float32)
-        for start in range(0, WIDTH, BLOCK):
-            if WIDTH % BLOCK == 0:
-                in_rows = is_row[:, None]
-                in_weight = inside[None, :]
-            else:
-                in_rows = is_row[:, None] & (start + column < WIDTH)[None, :]
-                in_weight = inside[None, :] & (start + column < WIDTH)[:, None]
-            x = tl.load(rows_ptr + start, in_rows, other=0.0)
-            acc = tl.dot(x, tl.load(first_ptr + start, in_weight, other=0.0), acc)
+        rows_ptr = x_ptr + source[:, None].to(tl.int64) * WIDTH
+        start = expert.to(tl.int64) * ((2 if GATED else 1) * FEATURES) + first
+        acc, up = multiply(
+            weight_ptr, scale_ptr, offset_ptr, table_ptr, rows_ptr, is_row, start,
+            tl.arange(0, TILE), inside, FEATURES, 0, (WIDTH + BLOCK - 1) // BLOCK,
+            WIDTH, GROUP, BLOCK, FORMAT, OFFSET, E8M0, FAST, GATED, STAGES,
+        )  # fmt: skip
+        at = start + tl.arange(0, TILE)
+        if FORMAT != 0 and GROUP == 0:
+            acc *= tl.load(scale_ptr + at, inside, other=0.0).to(tl.float32)[None, :]
             if GATED:
-                up = tl.dot(x, tl.load(second_ptr + start, in_weight, other=0.0), up)
+                up_scale = tl.load(scale_ptr + at + FEATURES, inside, other=0.0).to(tl.float32)
+                up *= up_scale[None, :]
         if SQUARES:
             part = tl.arange(0, SQUARES)
             in_part = is_row[:, None] & (part < num_squares)[None, :]
-            at = source[:, None] * num_squares + part[None, :]
-            squares = tl.sum(tl.load(squares_ptr + at, in_part, other=0.0), axis=1)
+            at_part = source[:, None] * num_squares + part[None, :]
+            squares = tl.sum(tl.load(squares_ptr + at_part, in_part, other=0.0), axis=1)
             factor = tl.rsqrt(squares / WIDTH + eps)[:, None]
             acc *= factor
             up *= factor
         if HAS_BIAS:
-            bias_at = bias_ptr + expert.to(tl.int64) * (parts * FEATURES) + feature
-            acc += tl.load(bias_at, inside, other=0.0).to(tl.float32)[None, :]
+            acc += tl.load(bias_ptr + at, inside, other=0.0).to(tl.float32)[None, :]
             if GATED:
-                up += tl.load(bias_at + FEATURES, inside, other=0.0).to(tl.float32)[None, :]
+                up_bias = tl.load(bias_ptr + at + FEATURES, inside, other=0.0).to(tl.float32)
+                up += up_bias[None, :]
         if GATED:
-            if ACTIVATION == 2:
-                gate = tl.minimum(acc, limit)
-                up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
-                acc = gate / (1 + tl.exp(-alpha * gate)) * up
-            elif ACTIVATION == 1:  # tanh by exp
-                cubic = 1.5957691216057308 * (acc + 0.044715 * acc * acc * acc)
-                acc = acc / (1 + tl.exp(-cubic)) * up
-            else:
-                acc = acc / (1 + tl.exp(-acc)) * up
+            acc = activate(acc, up, limit, alpha, ACTIVATION)
         else:
             acc *= tl.load(gates_ptr + assignment, is_row, other=0.0)[:, None]
         target = out_ptr + assignment[:, None].to(tl.int64) * FEATURES + feature[None, :]
@@ -235,9 +226,27 @@ def experts(
     down_tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """`Ops.experts`. Of sorted rows both products have tiles of equally many."""
+    num_experts, hidden, size = weights.down.shape
+    gate_up = plain_matrix(weights.gate_up.view(-1, hidden), weights.gate_up_bias)
+    down = plain_matrix(weights.down.view(-1, size), weights.down_bias)
+    tiles = gate_up_tiles, down_tiles
+    return experts_of(x, gate_up, down, num_experts, weights.activation, routed, *tiles)
+
+
+def experts_of(
+    x: Normed,
+    gate_up: Quantized,
+    down: Quantized,
+    num_experts: int,
+    activation: Activation,
+    routed: Routed,
+    gate_up_tiles: Tiles | None = None,
+    down_tiles: Tiles | None = None,
+) -> torch.Tensor:
+    """The same in any format: [experts * 2 * size, hidden] and [experts * hidden, size], biases by
+    their rows."""
     num_tokens, hidden = x.values.shape
-    num_experts, _, size = weights.down.shape
-    top_k = routed.ids.shape[1]
+    size, top_k = down.columns, routed.ids.shape[1]
     gate_up_tiles = gate_up_tiles or choose_tiles(num_tokens, top_k, num_experts, gated=True)
     down_tiles = down_tiles or choose_tiles(num_tokens, top_k, num_experts, gated=False)
     ids, gates = routed.ids, routed.gates
@@ -252,23 +261,26 @@ def experts(
     gated = x.values.new_empty((ids.numel(), size))
     parts = x.values.new_empty((ids.numel(), hidden))
     products = (
-        (x, weights.gate_up, weights.gate_up_bias, gated, gate_up_tiles),
-        (Normed(gated), weights.down, weights.down_bias, parts, down_tiles),
+        (x, gate_up, gated, gate_up_tiles),
+        (Normed(gated), down, parts, down_tiles),
     )
     flags = launch_flags(ids.device)
-    for source, weight, bias, target, tiles in products:
+    for source, matrix, target, tiles in products:
         num_squares = 0 if source.squares is None else source.squares.shape[1]
         num_tiles = triton.cdiv(target.shape[1], tiles.features)
         _experts_kernel[(num_candidates * num_tiles,)](
-            source.values, source.squares, weight, bias, gates, target, ids, counts, order,
-            num_tokens, num_squares, source.eps, weights.activation.limit, weights.activation.alpha,
+            source.values, source.squares, matrix.weight, matrix.scale, matrix.offset, matrix.table,
+            matrix.bias, gates, target, ids, counts, order,
+            num_tokens, num_squares, source.eps, activation.limit, activation.alpha,
             NUM_EXPERTS=num_experts, EXPERTS_PADDED=triton.next_power_of_2(num_experts),
             TOP_K=top_k, TOP_K_PADDED=triton.next_power_of_2(top_k),
-            WIDTH=source.values.shape[1], FEATURES=target.shape[1], GATED=target is gated,
-            ACTIVATION=ACTIVATIONS[weights.activation.name], HAS_BIAS=bias is not None,
+            WIDTH=matrix.columns, FEATURES=target.shape[1], GROUP=matrix.group or 0,
+            FORMAT=matrix.format, OFFSET=matrix.offset is not None, E8M0=matrix.is_e8m0,
+            FAST=is_fast(x.values), GATED=target is gated, STAGES=tiles.num_stages,
+            ACTIVATION=ACTIVATIONS[activation.name], HAS_BIAS=matrix.bias is not None,
             SQUARES=triton.next_power_of_2(num_squares) if num_squares else 0,
             SORTED=num_tokens > FEW_TOKENS, BY_EXPERT=num_experts < ids.numel(),
-            ROWS=tiles.rows, TILE=tiles.features, BLOCK=tiles.block,
+            ROWS=tiles.rows, TILE=tiles.features, BLOCK=block_of(matrix, tiles.block),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, **flags,
         )  # fmt: skip
     out = torch.empty_like(x.values)

@@ -30,6 +30,38 @@ class Tiles:
 
 
 @triton.jit
+def finish_row(
+    result, up_result, feature, inside, squares_ptr, bias_ptr, next_norm_ptr, out_ptr, scaled_ptr,
+    next_squares_ptr, out_features, num_squares, eps,
+    K: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, ADD: tl.constexpr,
+    SQUARES: tl.constexpr,
+):  # fmt: skip
+    """What ends a product of one row, of some features: float32 sums to `out`, and so on."""
+    if SQUARES > 0:
+        part = tl.arange(0, SQUARES)
+        squares = tl.load(squares_ptr + part, part < num_squares, other=0.0)
+        factor = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+        result *= factor
+        up_result *= factor
+    if HAS_BIAS:
+        result += tl.load(bias_ptr + feature, inside, other=0.0).to(tl.float32)
+        if GATED:
+            up_bias = tl.load(bias_ptr + out_features + feature, inside, other=0.0)
+            up_result += up_bias.to(tl.float32)
+    if GATED:
+        result = result / (1 + tl.exp(-result)) * up_result
+    if ADD:
+        result += tl.load(out_ptr + feature, inside, other=0.0).to(tl.float32)
+    rounded = result.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + feature, rounded, inside)
+    if ADD:
+        sums = rounded.to(tl.float32)
+        norm = tl.load(next_norm_ptr + feature, inside, other=0.0).to(tl.float32)
+        tl.store(scaled_ptr + feature, (sums * norm).to(out_ptr.dtype.element_ty), inside)
+        tl.store(next_squares_ptr + tl.program_id(0), tl.sum(sums * sums, axis=0))
+
+
+@triton.jit
 def _gemv_kernel(
     x_ptr, squares_ptr, weight_ptr, bias_ptr, next_norm_ptr, out_ptr, scaled_ptr, next_squares_ptr,
     out_features, num_squares, eps,
@@ -73,28 +105,11 @@ def _gemv_kernel(
 
     result = tl.sum(total, axis=1)
     up_result = tl.sum(up_total, axis=1)
-    if SQUARES > 0:
-        part = tl.arange(0, SQUARES)
-        squares = tl.load(squares_ptr + part, part < num_squares, other=0.0)
-        factor = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
-        result *= factor
-        up_result *= factor
-    if HAS_BIAS:
-        result += tl.load(bias_ptr + feature, inside, other=0.0).to(tl.float32)
-        if GATED:
-            up_bias = tl.load(bias_ptr + out_features + feature, inside, other=0.0)
-            up_result += up_bias.to(tl.float32)
-    if GATED:
-        result = result / (1 + tl.exp(-result)) * up_result
-    if ADD:
-        result += tl.load(out_ptr + feature, inside, other=0.0).to(tl.float32)
-    rounded = result.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + feature, rounded, inside)
-    if ADD:
-        sums = rounded.to(tl.float32)
-        norm = tl.load(next_norm_ptr + feature, inside, other=0.0).to(tl.float32)
-        tl.store(scaled_ptr + feature, (sums * norm).to(out_ptr.dtype.element_ty), inside)
-        tl.store(next_squares_ptr + tl.program_id(0), tl.sum(sums * sums, axis=0))
+    finish_row(
+        result, up_result, feature, inside, squares_ptr, bias_ptr, next_norm_ptr, out_ptr,
+        scaled_ptr, next_squares_ptr, out_features, num_squares, eps,
+        K, GATED, HAS_BIAS, ADD, SQUARES,
+    )  # fmt: skip
 
 
 def gemv(

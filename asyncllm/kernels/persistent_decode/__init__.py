@@ -91,7 +91,7 @@ def _definitions_for(start: Start) -> Definitions | None:
     if not start.is_dense or min(start.free_decode_sizes, default=MAX_ROWS + 1) > MAX_ROWS:
         return None
     return definitions(
-        start.sizes, start.layers, start.dtype, start.block_size, num_sms(start.device)
+        start.sizes, start.layers, start.kv_dtype, start.block_size, num_sms(start.device)
     )
 
 

@@ -24,7 +24,7 @@ import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.errors import LoRALoadError
-from asyncllm.models.parallel.gloo import GlooMesh, find_store
+from asyncllm.models.parallel.collectives import CollectiveMesh, find_store
 from asyncllm.models.parallel.mesh import Mesh
 from asyncllm.worker.ranks.connection import READ_BYTES, Frames
 from asyncllm.worker.ranks.messages import (
@@ -49,8 +49,8 @@ class Follower:
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self._messages: SimpleQueue[Message] = SimpleQueue()
-        self._num_done = 0
-        self._mesh: GlooMesh | None = None
+        self._num_begun = self._num_done = 0  # messages that have a place
+        self._mesh: CollectiveMesh | None = None
         self._sending = threading.Lock()
         threading.Thread(target=self._read, name="asyncllm-rank-0", daemon=True).start()
 
@@ -60,11 +60,19 @@ class Follower:
             worker = self._start(self._messages.get())
             self._send(Kind.READY, worker.memory.num_pages)
             while True:
-                self._do(worker, self._messages.get())
+                self._do(worker, self._next())
                 self._num_done += 1
         except BaseException as error:
             self._send(Kind.FAILED, f"{type(error).__name__}: {error}")
             raise
+
+    def _next(self) -> Message:
+        """A message that has a place, without it. Raises `ValueError` for another's."""
+        kind, place, *content = self._messages.get()
+        if place != self._num_begun:
+            raise ValueError(f"message {place} of rank 0, where {self._num_begun} was due")
+        self._num_begun += 1
+        return kind, *content
 
     def _start(self, message: Message) -> Worker:
         kind, settings, rank, address, version, level = message
@@ -76,10 +84,10 @@ class Follower:
         return Worker(config, connect=lambda: self._connect(config, *address))
 
     def _connect(self, config: EngineConfig, host: str, port: int) -> Mesh:
-        store = find_store(config.mesh.tp, host, port)
+        store = find_store(config.mesh.size, host, port)
         self._send(Kind.JOINS)
         # The address by which rank 0 is reached is one by which this rank is reached.
-        self._mesh = GlooMesh(config.mesh, store, host)
+        self._mesh = CollectiveMesh(config.mesh, store, host, torch.device(config.device))
         return self._mesh
 
     def _do(self, worker: Worker, message: Message) -> None:
@@ -103,7 +111,7 @@ class Follower:
                 self._send(Kind.DONE, "")
             case (Kind.SYNC, int(num_calls)):
                 worker.drain()
-                own = 0 if self._mesh is None else self._mesh.num_calls
+                own = 0 if self._mesh is None else self._mesh.num_common_calls
                 same = own == num_calls
                 self._send(Kind.DONE, "" if same else f"{own} calls of the mesh, not {num_calls}")
             case _:
@@ -111,7 +119,7 @@ class Follower:
 
     def _is_masked(self) -> bool:
         """Of a step that needs the host, when rank 0 samples it."""
-        match self._messages.get():
+        match self._next():
             case (Kind.SAMPLE, bool(is_masked)):
                 self._num_done += 1
                 return is_masked

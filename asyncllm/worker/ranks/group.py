@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from asyncllm.config import EngineConfig
-from asyncllm.models.parallel.gloo import GlooMesh, open_store
+from asyncllm.models.parallel.collectives import CollectiveMesh, open_store
 from asyncllm.models.parallel.mesh import Mesh
 from asyncllm.worker.packed_step import PackedStep
 from asyncllm.worker.ranks.connection import PeerThread
@@ -39,7 +39,7 @@ from asyncllm.worker.ranks.messages import (
     WorkerCommand,
     encode,
     encode_config,
-    encode_step,
+    step_content,
 )
 
 logger = logging.getLogger("asyncllm")
@@ -66,22 +66,24 @@ class _Progress:
 
 
 class WorkerGroup:
-    """Starts `config.mesh.tp` - 1 processes; `config` is settled. Raises `OSError`."""
+    """Starts a process for each rank of `config.mesh` but the first. `config` is settled. Raises
+    `OSError`."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._timeout = config.distributed_timeout_seconds
-        self._progress = {rank: _Progress() for rank in range(1, config.mesh.tp)}
+        self._progress = {rank: _Progress() for rank in range(1, config.mesh.size)}
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._mesh: GlooMesh | None = None
+        self._mesh: CollectiveMesh | None = None
         self._num_sent = 0  # messages that are to be done in order
-        self._sent = threading.Lock()
+        self._sending = threading.Lock()
+        self._failing = threading.Lock()
         self._asked = 0.0
         self.failure: str | None = None
         self._on_failure: Callable[[str], object] = lambda reason: None
         listener = socket.create_server((HOST, 0))
         self._address = listener.getsockname()[:2]
-        self._store = open_store(config.mesh.tp, listener)
+        self._store = open_store(config.mesh.size, listener)
         self._thread = PeerThread(self._start, self._received, self._lost, self._tick)
 
     # --- start -------------------------------------------------------------------------------
@@ -90,7 +92,8 @@ class WorkerGroup:
         """The mesh, when all ranks are there. Raises `RankLostError`."""
         for progress in self._progress.values():
             progress.joins.result()
-        self._mesh = GlooMesh(self._config.mesh, self._store, HOST)
+        device = torch.device(self._config.device)
+        self._mesh = CollectiveMesh(self._config.mesh, self._store, HOST, device)
         return self._mesh
 
     def wait_ready(self, num_pages: int) -> None:
@@ -112,7 +115,7 @@ class WorkerGroup:
 
     def send_step(self, step: PackedStep) -> None:
         """Raises `RankLostError`."""
-        self._send(encode_step(step))
+        self.send(Kind.STEP, *step_content(step))
 
     def send_command(self, command: WorkerCommand) -> None:
         """Raises `RankLostError`."""
@@ -123,15 +126,25 @@ class WorkerGroup:
                 self.send(Kind.CAPTURE_GRAPH)
 
     def send(self, kind: Kind, *content: Any) -> None:
-        """Raises `RankLostError`."""
-        self._send(encode(kind, *content))
+        """Tell all ranks what is to be done next, in the order of the calls. Raises
+        `RankLostError`."""
+        if self.failure is not None:
+            raise RankLostError(self.failure)
+        with self._sending:
+            now = time.monotonic()
+            for progress in self._progress.values():
+                if progress.num_done == self._num_sent:  # it was idle until now
+                    progress.moved = now
+            frame = encode(kind, self._num_sent, *content)
+            self._num_sent += 1
+            self._thread.send(frame)
 
     def ask(self, kind: Kind, *content: Any) -> list[Future[str]]:
         """Each rank's answer: an error's text, or "". Raises `RankLostError`."""
         futures: list[Future[str]] = [Future() for _ in self._progress]
         for progress, future in zip(self._progress.values(), futures, strict=True):
             progress.answers.append(future)
-        self._send(encode(kind, *content))
+        self.send(kind, *content)
         return futures
 
     def check(self) -> None:
@@ -148,24 +161,13 @@ class WorkerGroup:
 
     @property
     def _num_calls(self) -> int:
-        return 0 if self._mesh is None else self._mesh.num_calls
-
-    def _send(self, frame: bytes) -> None:
-        if self.failure is not None:
-            raise RankLostError(self.failure)
-        with self._sent:
-            now = time.monotonic()
-            for progress in self._progress.values():
-                if progress.num_done == self._num_sent:  # it was idle until now
-                    progress.moved = now
-            self._num_sent += 1
-            self._thread.send(frame)
+        return 0 if self._mesh is None else self._mesh.num_common_calls
 
     # --- end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
         """End all processes; returns when they have ended."""
-        self.failure = self.failure or "the group is closed"
+        is_whole, self.failure = self.failure is None, self.failure or "the group is closed"
         self._thread.close()  # their connections: they end by that
         until = time.monotonic() + EXIT_SECONDS
         for process in self._processes:
@@ -173,7 +175,7 @@ class WorkerGroup:
                 process.wait(max(0.0, until - time.monotonic()))
             process.kill()
             process.wait()
-        if self._mesh is not None:
+        if self._mesh is not None and is_whole:
             self._mesh.close()
 
     # --- in the thread -----------------------------------------------------------------------
@@ -189,7 +191,7 @@ class WorkerGroup:
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,  # Ctrl-C is rank 0's
-                    env={**os.environ, **_threads_of_each(self._config)},
+                    env={**os.environ, **_environment(self._config, rank)},
                 )
             self._processes.append(process)
             settings = encode_config(self._config), rank, self._address, str(torch.__version__)
@@ -245,11 +247,11 @@ class WorkerGroup:
             self._fail(slowest, f"it gets no further with its work for {self._timeout:g} s")
 
     def _fail(self, rank: int | None, reason: str) -> None:
-        with self._sent:
+        with self._failing:
             if self.failure is not None:
                 return
             who = "the ranks" if rank is None else f"rank {rank}"
-            self.failure = f"{who} of {self._config.mesh.tp} failed: {reason}"
+            self.failure = f"{who} of {self._config.mesh.size} failed: {reason}"
         logger.critical("%s", self.failure)
         lost = RankLostError(self.failure)
         for progress in self._progress.values():
@@ -258,12 +260,20 @@ class WorkerGroup:
                 if not future.done():
                     future.set_exception(lost)
         for process in self._processes:
-            process.kill()  # rank 0 may wait for it in a step
+            process.kill()
+        if self._mesh is not None:
+            self._mesh.close()  # rank 0 may wait for it in a step
         self._on_failure(self.failure)
 
 
-def _threads_of_each(config: EngineConfig) -> dict[str, str]:
-    """Ranks on CPUs divide the cores, where nothing says otherwise."""
-    if config.device != "cpu" or "OMP_NUM_THREADS" in os.environ:
+def _environment(config: EngineConfig, rank: int) -> dict[str, str]:
+    """A rank's device is the first that it sees; it sees them all, as NCCL asks for. Ranks on CPUs
+    divide the cores, where nothing says otherwise."""
+    if config.device == "cuda":
+        named = os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+        others = [device for place, device in enumerate(devices) if place != rank]
+        return {"CUDA_VISIBLE_DEVICES": ",".join((devices[rank], *others))}
+    if "OMP_NUM_THREADS" in os.environ:
         return {}
-    return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // config.mesh.tp))}
+    return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // config.mesh.size))}

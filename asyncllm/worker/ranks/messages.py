@@ -55,14 +55,15 @@ class Kind(enum.IntEnum):
     """The first field of a message. From rank 0:"""
 
     START = 0  # settings, address of the store
+    # The next have a number of their place after the kind, from 0 on without a gap.
     STEP = 1  # a `PackedStep`
     SAMPLE = 2  # the rest of a step that needs the host: whether it was sampled by masks
     CLEAR_PAGES = 3  # page ids
     CAPTURE_GRAPH = 4
     READ_ADAPTER = 5  # folder, place
     LOAD_ADAPTER = 6  # place, slot
-    SYNC = 7
-    PING = 8
+    SYNC = 7  # the calls of the mesh so far
+    PING = 8  # has no place
     # To rank 0:
     JOINS = 9  # it is about to connect its mesh
     READY = 10  # the number of its pages
@@ -102,11 +103,10 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_other)
 # --- steps ---------------------------------------------------------------------------------------
 
 
-def encode_step(step: PackedStep) -> bytes:
-    """Without what only rank 0 needs: how rows are sampled."""
+def step_content(step: PackedStep) -> Message:
+    """Of a STEP: without what only rank 0 needs, how rows are sampled."""
     prefills = step.prefills
-    return encode(
-        Kind.STEP,
+    return (
         step.decode_slots,
         step.decode_positions,
         step.sampled_slots,
@@ -126,7 +126,7 @@ def _columns(prefills: PrefillRows) -> tuple[np.ndarray, ...]:
 
 
 def decode_step(content: list[Any]) -> PackedStep:
-    """Of a STEP's content."""
+    """The opposite of `step_content`."""
     slots, positions, sampled, prompts, moves, changes, features, targets, logprobs, *flags = (
         content
     )
@@ -175,13 +175,13 @@ def encode_config(config: EngineConfig) -> dict[str, Any]:
     return {
         **{name: getattr(config, name) for name in plain},
         "model": (str(model.path), model.implementation, model.quantization),
-        "mesh": (config.mesh.tp, config.mesh.by_expert),
+        "mesh": (config.mesh.tp, config.mesh.by_expert, config.mesh.pp),
     }
 
 
 def decode_config(sent: dict[str, Any], rank: int) -> EngineConfig:
     """As rank 0 settled it, so that all do the same. Raises `ModelLoadError`."""
-    (path, implementation, quantization), (tp, by_expert) = sent["model"], sent["mesh"]
+    (path, implementation, quantization), (tp, by_expert, pp) = sent["model"], sent["mesh"]
     model = replace(ModelConfig.from_folder(Path(path), implementation), quantization=quantization)
     rest: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
@@ -190,7 +190,7 @@ def decode_config(sent: dict[str, Any], rank: int) -> EngineConfig:
     }
     return EngineConfig(
         model=model,
-        mesh=MeshConfig(tp, rank, by_expert),
+        mesh=MeshConfig(tp, rank, by_expert, pp),
         tokenizer_path=None,
         logits_processors=(),
         generation_defaults=GenerationDefaults(),

@@ -1,0 +1,114 @@
+"""A mesh of torch's collectives: Gloo over TCP between CPUs, NCCL between GPUs.
+
+The process group is no default one of torch.distributed: the process may be an application's, with
+one of its own. NCCL has not been run on several GPUs (docs/log/ranks.md).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+
+from asyncllm.mesh_config import MeshConfig
+
+_c10d: Any = distributed  # whose stubs lack much of it
+# Of one call. Whoever supervises the ranks ends those that are late, and so the others' calls; that
+# this has passed says that nobody does.
+TIMEOUT = timedelta(hours=1)
+
+
+def open_store(num_ranks: int, listener: socket.socket) -> Any:
+    """Where ranks find each other, in this process, at an address that is listened at already."""
+    return _c10d.TCPStore(
+        *listener.getsockname()[:2],
+        world_size=num_ranks,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def find_store(num_ranks: int, host: str, port: int) -> Any:
+    """The store that another process has opened."""
+    return _c10d.TCPStore(host, port, world_size=num_ranks, is_master=False)
+
+
+class CollectiveMesh:
+    """Implements `Mesh`. `host`: the address at which the others reach this rank.
+
+    Construction waits for all ranks. On CUDA a call enqueues on the current stream and may be
+    captured. `num_calls` counts calls: on a CPU, finished ones, by which whoever supervises the
+    ranks sees that they get on; `num_common_calls` those that the ranks of all stages make. A rank
+    that is gone ends the others' calls with a `RuntimeError`.
+    """
+
+    def __init__(self, config: MeshConfig, store: Any, host: str, device: torch.device) -> None:
+        self.config = config
+        self.num_calls = self.num_common_calls = 0
+        self._device = device
+        make = _nccl if device.type == "cuda" else _gloo
+        self._all = self._stage = make(store, config.rank, config.size, host)
+        if config.pp > 1:
+            of_stage = _c10d.PrefixStore(f"stage {config.stage}", store)
+            self._stage = make(of_stage, config.place, config.tp, host)
+        self.least(0)  # NCCL connects at the first call, which must not be a captured one
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self._finish(self._stage.allreduce([x]))
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        rows, columns = x.shape
+        every = x.new_empty(self.config.tp * rows, columns)
+        self._finish(self._stage._allgather_base(every, x.contiguous()))
+        return every.view(-1, rows, columns).transpose(0, 1).reshape(rows, -1)
+
+    def send(self, x: torch.Tensor) -> None:
+        self._finish(self._all.send([x], self._neighbour(1), 0))
+
+    def receive(self, x: torch.Tensor) -> torch.Tensor:
+        self._finish(self._all.recv([x], self._neighbour(-1), 0))
+        return x
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        self._finish(self._all.broadcast(x, 0))
+        self.num_common_calls += 1
+        return x
+
+    def least(self, number: int) -> int:
+        numbers = torch.tensor([number], device=self._device)
+        self._finish(self._all.allreduce([numbers], _c10d.ReduceOp.MIN))
+        self.num_common_calls += 1
+        return int(numbers)
+
+    def _neighbour(self, num_stages: int) -> int:
+        return (self.config.rank + num_stages * self.config.tp) % self.config.size
+
+    def _finish(self, call: Any) -> None:
+        call.wait()
+        self.num_calls += 1
+
+    def close(self) -> None:
+        """Ends calls that wait, with an error. From any thread."""
+        self._all.abort()
+        if self._stage is not self._all:
+            self._stage.abort()
+
+
+def _gloo(store: Any, rank: int, num_ranks: int, host: str) -> Any:
+    options = _c10d.ProcessGroupGloo._Options()
+    options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = TIMEOUT
+    return _c10d.ProcessGroupGloo(store, rank, num_ranks, options)
+
+
+def _nccl(store: Any, rank: int, num_ranks: int, host: str) -> Any:
+    os.environ["NCCL_NVLS_ENABLE"] = "0"  # no NVLink multicast, whatever the machine has
+    options = _c10d.ProcessGroupNCCL.Options()
+    options._timeout = TIMEOUT
+    return _c10d.ProcessGroupNCCL(store, rank, num_ranks, options)

@@ -1,0 +1,87 @@
+"""Products with quantised experts by torch: on a CPU one expert after the other.
+
+On a GPU, in float32 or for groups that our kernels do not take, all are dequantised for each
+product, whose shapes then do not depend on who takes what.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from asyncllm.models.layers.experts_method import ExpertsShape
+from asyncllm.models.layers.linear_method import Weights, put
+from asyncllm.models.layers.ops import ExpertWeights, Normed, Routed
+from asyncllm.models.layers.torch_ops import grouped_experts, swiglu
+from asyncllm.models.quantization.cpu_kernel import CpuKernel
+from asyncllm.models.quantization.scheme import Scheme, dequantize
+
+PRODUCTS = ("gate_up", "down")
+
+
+class CpuExperts:
+    columns_multiple = 1
+
+    def __init__(self) -> None:
+        self._kernel = CpuKernel()
+
+    def prepare(self, scheme: Scheme, shape: ExpertsShape, weights: Weights) -> None:
+        for product in PRODUCTS:
+            each = [_expert(weights, product, shape, i) for i in range(shape.num_experts)]
+            form = set(each[0])
+            for one in each:
+                self._kernel.prepare(scheme, one)
+            for name in each[0].keys() - form:
+                put(weights, f"{product}.each.{name}", torch.stack([one[name] for one in each]))
+
+    def apply(
+        self, scheme: Scheme, shape: ExpertsShape, weights: Weights, x: Normed, routed: Routed
+    ) -> torch.Tensor:
+        values = x.whole()
+        if values.is_cuda:
+            all_experts = dequantized(scheme, shape, weights, values.dtype)
+            return grouped_experts(values, all_experts, routed)
+        out = torch.zeros(values.shape, dtype=torch.float32)
+        for expert in routed.ids.unique().tolist():
+            token, place = (routed.ids == expert).nonzero(as_tuple=True)
+            gate_up, down = (_expert(weights, product, shape, expert) for product in PRODUCTS)
+            both = self._kernel.product(scheme, gate_up, Normed(values[token]))
+            gated = swiglu(both, shape.activation)
+            sums = self._kernel.product(scheme, down, Normed(gated))
+            out.index_add_(0, token, sums.float() * routed.gates[token, place].unsqueeze(1))
+        return out.to(values.dtype)
+
+
+def _expert(weights: Weights, product: str, shape: ExpertsShape, expert: int) -> Weights:
+    """One expert's part of a product, as a linear layer's weights."""
+    found, start = {}, f"{product}."
+    for name, weight in weights.items():
+        if name.startswith(f"{start}each."):
+            found[name.removeprefix(f"{start}each.")] = weight[expert]
+        elif name.startswith(start):
+            rows = len(weight) // shape.num_experts
+            found[name.removeprefix(start)] = weight[expert * rows : (expert + 1) * rows]
+    return found
+
+
+def dequantized(
+    scheme: Scheme, shape: ExpertsShape, weights: Weights, dtype: torch.dtype
+) -> ExpertWeights:
+    """All experts in the model's dtype."""
+
+    def matrix(product: str, columns: int) -> torch.Tensor:
+        form = [weights.get(f"{product}.{field}") for field in ("weight", "scale", "offset")]
+        assert form[0] is not None and form[1] is not None
+        made = dequantize(scheme, form[0], form[1], form[2])[:, :columns]
+        return made.to(dtype).unflatten(0, (shape.num_experts, -1)).contiguous()
+
+    biases = [weights.get(f"{product}.bias") for product in PRODUCTS]
+    gate_up_bias, down_bias = (
+        None if bias is None else bias.view(shape.num_experts, -1) for bias in biases
+    )
+    return ExpertWeights(
+        matrix("gate_up", shape.hidden_size),
+        matrix("down", shape.size),
+        gate_up_bias,
+        down_bias,
+        shape.activation,
+    )

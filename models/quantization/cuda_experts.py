@@ -1,0 +1,55 @@
+"""Products with quantised experts on CUDA: the kernel of those in 16 bits, which makes numbers of
+codes in registers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from asyncllm.kernels.experts.kernel import WIDTH_MULTIPLE, experts_of
+from asyncllm.kernels.quant_gemm.matrix import Quantized
+from asyncllm.kernels.quant_gemm.product import CHUNK
+from asyncllm.models.layers.experts_method import ExpertsShape
+from asyncllm.models.layers.linear_method import Weights
+from asyncllm.models.layers.ops import Normed, Routed
+from asyncllm.models.layers.torch_ops import grouped_experts
+from asyncllm.models.quantization.cpu_experts import PRODUCTS, dequantized
+from asyncllm.models.quantization.cuda_kernel import CudaKernel, takes_groups
+from asyncllm.models.quantization.scheme import Scheme
+
+
+class CudaExperts:
+    columns_multiple = CHUNK
+
+    def __init__(self, kernel: CudaKernel) -> None:
+        self._kernel = kernel
+
+    def prepare(self, scheme: Scheme, shape: ExpertsShape, weights: Weights) -> None:
+        if _takes(scheme, shape):
+            for product in PRODUCTS:
+                self._kernel.prepare(scheme, _form(weights, product))
+
+    def apply(
+        self, scheme: Scheme, shape: ExpertsShape, weights: Weights, x: Normed, routed: Routed
+    ) -> torch.Tensor:
+        if not _takes(scheme, shape):
+            all_experts = dequantized(scheme, shape, weights, x.values.dtype)
+            return grouped_experts(x.whole(), all_experts, routed)
+        gate_up = self._matrix(scheme, weights, "gate_up", shape.hidden_size)
+        down = self._matrix(scheme, weights, "down", shape.size)
+        return experts_of(x, gate_up, down, shape.num_experts, shape.activation, routed)
+
+    def _matrix(self, scheme: Scheme, weights: Weights, product: str, columns: int) -> Quantized:
+        matrix = self._kernel.matrix(scheme, _form(weights, product))
+        return replace(matrix, columns=columns)
+
+
+def _form(weights: Weights, product: str) -> Weights:
+    start = f"{product}."
+    return {n.removeprefix(start): w for n, w in weights.items() if n.startswith(start)}
+
+
+def _takes(scheme: Scheme, shape: ExpertsShape) -> bool:
+    sizes = shape.hidden_size, shape.size
+    return takes_groups(scheme) and not any(size % WIDTH_MULTIPLE for size in sizes)

@@ -1,0 +1,72 @@
+"""MXFP4 as gpt-oss publishes it: experts alone, all of a layer in two tensors for each product.
+
+    name_blocks  uint8 [experts, rows, groups, 16]   two columns to a byte, the earlier in low bits
+    name_scales  uint8 [experts, rows, groups]       exponents (e8m0) of groups of 32 columns
+
+Rows of gate_up_proj are gates and ups by turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from asyncllm.errors import ModelLoadError
+from asyncllm.models.base import Load
+from asyncllm.models.quantization.file_config import Keys, named_by_glob
+from asyncllm.models.quantization.fp8_files import ReaderOf
+from asyncllm.models.quantization.method import Reader, Source
+from asyncllm.models.quantization.scheme import Scheme
+from asyncllm.models.quantization.sources import Header
+
+GROUP = 32
+E8M0_NAN = 255
+SCHEME = Scheme("fp4", GROUP, has_exponents=True)
+EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
+
+
+def mxfp4(keys: Keys, header: Header) -> ReaderOf:
+    is_left = named_by_glob(keys.names("modules_to_not_convert"))
+    reader = Reader(SCHEME, _refuse, _stacked)
+
+    def reader_of(name: str) -> Reader | None:
+        return reader if name.endswith(EXPERTS) and not is_left(name) else None
+
+    return reader_of
+
+
+def _refuse(name: str, rows: int, columns: int) -> Iterator[Source]:
+    raise ModelLoadError(f"{name}: quant_method 'mxfp4' is served of experts in one tensor alone")
+
+
+def _stacked(load: Load) -> Iterator[Source]:
+    experts, rows, columns = load.view.shape
+    if columns % GROUP:
+        raise ModelLoadError(f"{load.name}: groups of {GROUP} do not divide {columns} columns")
+    order = _gates_first if load.name.endswith("gate_up_proj") else _as_it_is
+    shape = experts, rows, columns // GROUP
+    yield Source("_blocks", (*shape, GROUP // 2), torch.uint8, ("weight",), partial(_blocks, order))
+    yield Source("_scales", shape, torch.uint8, ("scale",), partial(_scales, order))
+
+
+Order = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _blocks(order: Order, blocks: torch.Tensor) -> list[torch.Tensor]:
+    return [order(blocks).flatten(2).flatten(0, 1)]
+
+
+def _scales(order: Order, scales: torch.Tensor) -> list[torch.Tensor]:
+    if bool((scales == E8M0_NAN).any()):
+        raise ValueError(f"holds {E8M0_NAN}, which is NaN")
+    return [order(scales).flatten(0, 1)]
+
+
+def _gates_first(rows: torch.Tensor) -> torch.Tensor:
+    return torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1)
+
+
+def _as_it_is(rows: torch.Tensor) -> torch.Tensor:
+    return rows

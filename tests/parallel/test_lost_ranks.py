@@ -1,0 +1,264 @@
+"""Ranks that die, stand still, fall behind or do something else; and processes that end with them.
+
+Real processes and real signals. Whatever happens to a rank, requests end with an error within 10 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncllm import AsyncLLMEngine, SamplingParams
+from asyncllm.errors import EngineDeadError, RequestFailedError
+from asyncllm.worker.packed_step import padding_prompt
+from asyncllm.worker.ranks.group import WorkerGroup
+from asyncllm.worker.ranks.messages import Kind
+from tests.parallel.engines import SMALL, Ask, expect_same, followers, greedy
+from tests.server.process import served
+from tests.waiting import PATIENCE_SECONDS, run, until
+
+LONG = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
+ENDS_WITHIN_SECONDS = 10
+
+
+@asynccontextmanager
+async def engine_of_two(**args: Any) -> AsyncIterator[tuple[AsyncLLMEngine, int]]:
+    """And the process id of rank 1."""
+    args = SMALL | {"num_gpu_blocks_override": 2000, "tensor_parallel_size": 2} | args
+    async with AsyncLLMEngine("tiny", **args) as engine:
+        (follower,) = followers()
+        yield engine, follower
+    assert not followers()
+
+
+async def expect_all_end(engine: AsyncLLMEngine, reason: str) -> None:
+    """Two requests that run end within ENDS_WITHIN_SECONDS, and say why; others are refused."""
+    running = [asyncio.ensure_future(collect(engine, prompt)) for prompt in ("Once", "The dog")]
+    start = time.monotonic()
+    for each in running:
+        with pytest.raises((RequestFailedError, EngineDeadError)):
+            await each
+    assert time.monotonic() - start < ENDS_WITHIN_SECONDS
+    assert reason in await asyncio.wait_for(engine.wait_failed(), ENDS_WITHIN_SECONDS)
+    health = engine.health()
+    assert health is not None and "rank 1 of 2" in health and reason in health
+    with pytest.raises(EngineDeadError):
+        await engine.generate("Once", LONG)
+
+
+async def collect(engine: AsyncLLMEngine, prompt: str) -> None:
+    async for _ in engine.generate(prompt, LONG):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(signal.SIGKILL, "ended with -9"), (signal.SIGSTOP, "has not answered for 3 s")],
+)
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_a_rank_that_dies_or_stands_still(
+    number: signal.Signals, reason: str, is_busy: bool
+) -> None:
+    async def test() -> None:
+        async with engine_of_two(distributed_timeout_seconds=3) as (engine, follower):
+            if is_busy:
+                asyncio.get_running_loop().call_later(0.3, os.kill, follower, number)
+                await expect_all_end(engine, reason)
+            else:
+                os.kill(follower, number)
+                assert reason in await asyncio.wait_for(engine.wait_failed(), ENDS_WITHIN_SECONDS)
+
+    run(test())
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_for_what_rank_0_does_not_do() -> None:
+    async def test() -> None:
+        async with engine_of_two(distributed_timeout_seconds=3) as (engine, _):
+            group_of(engine).send_step(padding_prompt(3, SMALL["block_size"]))
+            failure = await asyncio.wait_for(engine.wait_failed(), ENDS_WITHIN_SECONDS)
+            assert "rank 1 of 2 failed: it gets no further with its work for 3 s" in failure
+
+    run(test())
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_told_of_a_step_twice() -> None:
+    """It would go on, a step behind, with calls of the mesh that fit."""
+
+    async def test() -> None:
+        async with engine_of_two(distributed_timeout_seconds=3) as (engine, _):
+            thread = group_of(engine)._thread
+            send, sent = thread.send, []
+
+            def send_one_twice(frame: bytes) -> None:
+                sent.append(frame)
+                for _ in range(2 if len(sent) == 9 else 1):
+                    send(frame)
+
+            thread.send = send_one_twice  # type: ignore[method-assign]
+            await expect_all_end(engine, "of rank 0, where")
+
+    run(test())
+
+
+def group_of(engine: AsyncLLMEngine) -> WorkerGroup:
+    assert engine._core is not None and engine._core.worker.group is not None
+    return engine._core.worker.group
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_slow_for_a_while_changes_nothing() -> None:
+    async def test() -> None:
+        async with engine_of_two() as (engine, follower):
+            ask = Ask("Once upon a time", greedy(60, ignore_eos=True))
+            expected = await engine.generate(*ask)
+            task = asyncio.create_task(_final(engine, ask))
+            await asyncio.sleep(0.1)
+            os.kill(follower, signal.SIGSTOP)
+            await asyncio.sleep(1.5)
+            os.kill(follower, signal.SIGCONT)
+            expect_same([await task], [expected])
+            assert engine.health() is None
+
+    run(test())
+
+
+async def _final(engine: AsyncLLMEngine, ask: Ask) -> Any:
+    return await engine.generate(*ask)
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_on_rank_0_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait in it for ever."""
+
+    async def test() -> None:
+        async with engine_of_two(distributed_timeout_seconds=2) as (engine, _):
+            runner = engine._core.worker.runner  # type: ignore[union-attr]
+
+            def fails(*args: Any) -> None:
+                raise RuntimeError("no step today")
+
+            monkeypatch.setattr(runner, "_forward", fails)
+            with pytest.raises(RequestFailedError, match="no step today"):
+                await engine.generate("Once", LONG)
+            await asyncio.wait_for(engine.wait_failed(), ENDS_WITHIN_SECONDS)
+            assert "of 2 failed" in (engine.health() or "")
+
+    run(test())
+
+
+@pytest.mark.slow
+def test_what_a_rank_does_not_understand_ends_it() -> None:
+    async def test() -> None:
+        async with engine_of_two() as (engine, _):
+            group_of(engine).send(Kind.READY, "what")
+            failure = await asyncio.wait_for(engine.wait_failed(), ENDS_WITHIN_SECONDS)
+            assert "rank 1 of 2 failed: ValueError: rank 0 said" in failure
+
+    run(test())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 0), (signal.SIGKILL, -9)]
+)
+def test_a_server_that_ends_leaves_no_process(number: signal.Signals, code: int) -> None:
+    with served("--tensor-parallel-size", "2", "--max-num-seqs", "4") as server:
+        (follower,) = followers(server.process.pid)
+        with urllib.request.urlopen(f"{server.url}/health") as answer:
+            assert answer.status == 200
+        server.process.send_signal(number)
+        assert server.process.wait(PATIENCE_SECONDS) == code
+        run(until(lambda: not Path(f"/proc/{follower}").exists() or _is_zombie(follower)))
+
+
+@pytest.mark.slow
+def test_ctrl_c_reaches_the_server_alone() -> None:
+    """A terminal sends SIGINT to the whole process group, while a rank may be in a step."""
+    with served("--tensor-parallel-size", "2", "--max-num-seqs", "4") as server:
+        (follower,) = followers(server.process.pid)
+        assert os.getpgid(follower) != os.getpgid(server.process.pid)
+        os.kill(follower, signal.SIGINT)  # by whomever: it is rank 0's to end it
+        with urllib.request.urlopen(f"{server.url}/health") as answer:
+            assert answer.status == 200
+
+
+@pytest.mark.slow
+def test_a_server_that_loses_a_rank_ends_with_an_error() -> None:
+    with served("--tensor-parallel-size", "2", "--max-num-seqs", "4") as server:
+        (follower,) = followers(server.process.pid)
+        os.kill(follower, signal.SIGKILL)
+        assert server.process.wait(PATIENCE_SECONDS) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["", "import os; os._exit(3)"], ids=["to its end", "at once"])
+def test_a_program_without_a_main_guard(end: str, tmp_path: Path) -> None:
+    """Nothing of it is run a second time, and no process is left."""
+    script = tmp_path / "program.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import asyncio
+            from asyncllm import AsyncLLMEngine, SamplingParams
+
+            print("once")
+
+            async def main():
+                engine = AsyncLLMEngine("tiny", device="cpu", tensor_parallel_size=2, swap_space=0)
+                output = await engine.generate("Once", SamplingParams(max_tokens=4, temperature=0))
+                print(len(output.outputs[0].token_ids), flush=True)
+                {end}
+                await engine.aclose()
+
+            asyncio.run(main())
+            """
+        )
+    )
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OWNER": str(script)},
+    )
+    said, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    assert said.split() == ["once", "4"]
+    assert process.returncode == (3 if end else 0)
+    run(until(lambda: not _named(script)))
+
+
+def _named(script: Path) -> list[str]:
+    """Ranks that the script has left."""
+    names = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (folder / "environ").read_bytes()
+            if b"ranks.follower" in (folder / "cmdline").read_bytes() and not _is_zombie(
+                int(folder.name)
+            ):
+                names += [str(folder)] if f"OWNER={script}".encode() in environment else []
+        except OSError:
+            continue
+    return names
+
+
+def _is_zombie(pid: int) -> bool:
+    """Ended, and not yet asked for by its new parent."""
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
