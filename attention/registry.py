@@ -15,11 +15,7 @@ from asyncllm.config import AttentionBackendName
 
 logger = logging.getLogger("asyncllm")
 
-# Those whose packages are optional and slow to import: only the one that is asked for is.
-MODULES = {
-    "flashinfer": "asyncllm.attention.flashinfer.backend",
-    "flash_attn": "asyncllm.attention.flash_attn",
-}
+FLASHINFER = "asyncllm.attention.flashinfer.backend"  # slow to import, of an optional package
 FP8_CAPABILITY = (8, 9)  # has instructions that convert it
 
 
@@ -31,8 +27,6 @@ def resolve_backend(
 
     Raises `ValueError` naming the flag where the backend cannot run here.
     """
-    if is_fp8 and name == "flash_attn":
-        raise ValueError(f"attention_backend {name} has no FP8 KV cache: pass auto")
     if name == "auto":
         usable = device.type == "cuda" and importlib.util.find_spec("flashinfer") is not None
         if usable and is_fp8 and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
@@ -55,7 +49,7 @@ def import_backend(name: AttentionBackendName, *, or_torch: bool = False) -> Att
     """
     try:
         if name != "torch":
-            importlib.import_module(MODULES[name])
+            importlib.import_module(FLASHINFER)
     except ImportError as error:
         if not or_torch:
             raise ValueError(f"attention_backend {name}: {error}") from error
@@ -70,19 +64,7 @@ def build_backend(
     layers: list[AttentionLayer],
     dtype: torch.dtype,
 ) -> AttentionBackend:
-    """The backend over `cache`; `name` as `resolve_backend` returned it; dtype: of queries.
-
-    Raises `ValueError` where the layers have what the backend does not do.
-    """
-    for layer in layers:
-        if name == "flash_attn" and layer.latent_dim is not None:
-            raise _unsupported(name, layer, "latents", "auto")
-        if name == "flash_attn" and layer.sinks is not None:
-            raise _unsupported(name, layer, "sinks", "auto")
-        if name == "flash_attn" and layer.slopes is not None:
-            raise _unsupported(name, layer, "slopes (ALiBi)", "auto")
-        if name == "flash_attn" and layer.soft_cap is not None:
-            raise _unsupported(name, layer, "a soft cap", "auto")
+    """The backend over `cache`; `name` as `resolve_backend` returned it; dtype: of queries."""
     if name == "flashinfer" and all(layer.latent_dim is not None for layer in layers):
         from asyncllm.attention.latent import LatentPages  # imports Triton
 
@@ -91,15 +73,4 @@ def build_backend(
         from asyncllm.attention.flashinfer.backend import FlashInferAttention
 
         return FlashInferAttention(cache, layers, dtype)
-    if name == "flash_attn":
-        from asyncllm.attention.flash_attn import FlashAttnAttention
-
-        return FlashAttnAttention(cache)
     return TorchAttention(cache)
-
-
-def _unsupported(name: str, layer: AttentionLayer, feature: str, other: str) -> ValueError:
-    return ValueError(
-        f"attention_backend {name} does not do {feature}, which layer {layer.index} has: "
-        f"pass {other}"
-    )

@@ -33,8 +33,6 @@ CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 CPU_FEATURES_ARM = ("asimd", "bf16", "i8mm", "sve")
 MIN_CAPABILITY = (8, 0)
 MAX_MODULES_WITHOUT_BYTECODE = 50
-# Distribution -> the import that proves it, the extra that brings it.
-GPU_PACKAGES = {"flashinfer-python": ("flashinfer", "cuda"), "flash-attn": ("flash_attn", "")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +127,7 @@ def _packages() -> Iterator[Finding]:
     for text in importlib.metadata.requires("asyncllm") or []:
         requirement = Requirement(text)
         extra = requirement.marker is not None
-        if extra and requirement.name not in GPU_PACKAGES:
+        if extra and requirement.name != "flashinfer-python":
             continue
         if (found := _version(requirement.name)) is not None:
             yield _in_range(requirement.name, found, str(requirement.specifier), "packages")

@@ -11,7 +11,6 @@ import torch
 from asyncllm.attention.base import AttentionLayer, DecodeRows, PrefillRows, RotatedHeads
 from asyncllm.attention.cache_spec import CacheLayout
 from asyncllm.attention.kv_cache import KVCache
-from asyncllm.attention.registry import build_backend
 from asyncllm.attention.torch_native import TorchAttention
 
 CPU = torch.device("cpu")
@@ -104,9 +103,3 @@ def test_a_page_has_the_latents_size() -> None:
     assert layout.page_bytes == 61 * 64 * 576 * 2
     cache = KVCache(CacheLayout([layer], 1, torch.bfloat16), 3, CPU)
     assert cache.layers[0].shape == (3, 1, 576)
-
-
-def test_a_backend_that_has_no_latents_refuses_them() -> None:
-    cache = KVCache(CacheLayout([LAYER], BLOCK_SIZE, torch.float32), 2, CPU)
-    with pytest.raises(ValueError, match=r"flash_attn does not do latents.*layer 0 has: pass auto"):
-        build_backend("flash_attn", cache, [LAYER], torch.float32)
