@@ -34,15 +34,12 @@ PreemptionMode = Literal["auto", "swap", "recompute"]
 AttentionBackendName = Literal["auto", "torch", "flashinfer"]
 ContentFormat = Literal["auto", "string", "openai"]
 DeviceName = Literal["auto", "cpu", "cuda"]
-DataParallelBackend = Literal["uni"]
+DataParallelBackend = Literal["auto", "uni", "mp"]
 
 GIB = 1 << 30
 DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
-KV_DTYPE_NAMES = {
-    "fp8": "float8_e4m3fn",
-    "fp8_e4m3": "float8_e4m3fn",
-    "fp8_e5m2": "float8_e5m2",
-}
+FP8 = "float8_e4m3fn"
+KV_DTYPE_NAMES = {"fp8": FP8, "fp8_e4m3": FP8, "fp8_e5m2": "float8_e5m2"}
 MAX_RANKS = 64
 DURATION = {"above": 0, "below": math.inf}
 
@@ -95,7 +92,7 @@ class EngineConfig:
     distributed_timeout_seconds: float
     data_parallel_size: int
     data_parallel_backend: DataParallelBackend
-    data_parallel_rank: int = 0
+    data_parallel_rank: int
 
     @cached_property
     def num_slots(self) -> int:
@@ -207,7 +204,12 @@ class EngineArgs:
     data_parallel_size: int = flag(
         1, "engines, each with all of the model; a request runs on one of them", least=1
     )
-    data_parallel_backend: DataParallelBackend = flag("uni", "uni: all engines in this process")
+    data_parallel_backend: DataParallelBackend = flag(
+        "auto", "mp: a process for each engine; uni: all in this one, on a CPU; auto: by the cores"
+    )
+    data_parallel_rank: int = flag(
+        0, "of this engine among others that a balancer knows, or of the first one here", least=0
+    )
 
     def create_engine_config(self) -> EngineConfig:
         """Validate and resolve. Raises `ValueError` naming the flag, or `ModelLoadError`."""
@@ -231,8 +233,6 @@ class EngineArgs:
                 f"{model.context_window} tokens"
             )
         device = flag_values.resolve_device(self.device)
-        if self.data_parallel_size > 1 and device != "cpu":
-            raise ValueError("data_parallel_size: engines of one process share its one CUDA device")
         max_tokens = self.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS[device]
         resolved: dict[str, Any] = {
             "model": model,
@@ -245,6 +245,9 @@ class EngineArgs:
             "max_num_batched_tokens": max_tokens,
             "max_lora_rank": flag_values.kernel_rank(self.max_lora_rank),
             "max_cpu_loras": max(self.max_loras, self.max_cpu_loras or 0),
+            "data_parallel_backend": flag_values.resolve_data_parallel_backend(
+                self.data_parallel_backend, self.data_parallel_size, device
+            ),
             "cuda_graph_sizes": flag_values.decode_sizes(self.cuda_graph_sizes, self.max_num_seqs),
             "prefill_graph_sizes": flag_values.prefill_sizes(self.prefill_graph_sizes, max_tokens),
             "logits_processors": flag_values.resolve_classes(self.logits_processors),
@@ -253,8 +256,8 @@ class EngineArgs:
                 self.generation_config, path, self.override_generation_config
             ),
         }
-        names = {f.name for f in fields(EngineConfig)} & vars(self).keys()
-        return EngineConfig(**{name: getattr(self, name) for name in names} | resolved)
+        rest = {f.name for f in fields(EngineConfig)} - resolved.keys()  # as they were given
+        return EngineConfig(**resolved, **{name: getattr(self, name) for name in rest})
 
     def _mesh(self, device: str) -> MeshConfig:
         tp, pp = self.tensor_parallel_size, self.pipeline_parallel_size

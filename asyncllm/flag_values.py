@@ -11,6 +11,7 @@ from os import PathLike
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from asyncllm.host import num_cores
 from asyncllm.sampling_limits import shown
 
 if TYPE_CHECKING:
@@ -104,6 +105,15 @@ def resolve_device(name: str) -> Literal["cpu", "cuda"]:
     if name == "cuda":
         raise ValueError("device cuda: torch finds no CUDA device")
     return "cpu"
+
+
+def resolve_data_parallel_backend(name: str, size: int, device: str) -> str:
+    """Engines of one process would take turns with one CUDA context, and with the GIL."""
+    if name == "uni" and device == "cuda" and size > 1:
+        raise ValueError("data_parallel_backend uni is for engines on a CPU")
+    if name != "auto":
+        return name
+    return "mp" if device == "cuda" or num_cores() > size else "uni"
 
 
 def resolve_dtype(name: str, model: ModelConfig, device: str) -> str:

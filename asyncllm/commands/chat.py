@@ -42,7 +42,7 @@ class Conversation(terminal.Session):
         self._begin()
 
     async def ask(self, question: str) -> None:
-        """What was said until an interruption is remembered."""
+        """An interrupted answer is remembered as far as it came."""
         self._last = question
         asked = [*self.messages, {"role": "user", "content": question}]
         said: list[str] = []

@@ -29,7 +29,7 @@ del _CONTROLS[ord("\n")], _CONTROLS[ord("\t")]
 
 
 class Session:
-    """What lines are said to, one model of a server. All raise `AnswerError`."""
+    """It answers typed lines by a model of a server. Each method raises `AnswerError`."""
 
     hint = ""  # what to say before the first prompt
 
@@ -45,7 +45,7 @@ class Session:
         raise NotImplementedError
 
     async def command(self, line: str) -> bool:
-        """Of a typed line; False: it is none. Raises `EOFError` to end."""
+        """Run the line if it is a command, else return False. Raises `EOFError` to end."""
         return False
 
     async def models(self) -> list[str]:

@@ -16,15 +16,14 @@ from typing import Any, Self
 from asyncllm.config import EngineArgs, EngineConfig
 from asyncllm.engine.arrival import Arrival, Arrivals, Submission
 from asyncllm.engine.core import Core, Replica
-from asyncllm.engine.core_loader import CoreLoader
-from asyncllm.engine.data_parallel.loader import GroupLoader
+from asyncllm.engine.data_parallel.loader import make_loader
 from asyncllm.engine.generation import Generation
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.recorder import TIMELINE_STEPS, Recorder
 from asyncllm.engine.snapshot import Snapshot, take_snapshot
 from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
-from asyncllm.engine.text.prompt import PromptInput
+from asyncllm.engine.text.prompt import ParsedPrompt, PromptInput
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.errors import EngineDeadError, EngineNotStartedError
 from asyncllm.lora import LoRARequest
@@ -52,8 +51,7 @@ class AsyncLLMEngine:
         self._request_ids = itertools.count()
         self._arrivals: Arrivals = Arrivals()
         self._starting = asyncio.Lock()
-        loads = CoreLoader if self.config.data_parallel_size == 1 else GroupLoader
-        self._loader = loads(self.config, self.recorder, self.stat_loggers)
+        self._loader = make_loader(args, self.config, self.recorder, self.stat_loggers)
         self._core: Core | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # of the core
         self._closed = False
@@ -160,7 +158,7 @@ class AsyncLLMEngine:
     async def add_request(
         self,
         request_id: str,
-        prompt: PromptInput,
+        prompt: PromptInput | ParsedPrompt,
         params: SamplingParams,
         sink: Sink,
         *,

@@ -12,6 +12,8 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.mesh_config import MeshConfig
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import CausalLM
+from asyncllm.models.layers.experts_method import own_experts
+from asyncllm.models.layers.ops import Routed
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.loader import load_weights
 from asyncllm.models.parallel.mesh import Alone, Mesh
@@ -94,6 +96,24 @@ def test_experts_by_number(name: str, tmp_path: Path) -> None:
     with torch.inference_mode():
         random_reference(CONFIGS[name]).save_pretrained(tmp_path)
     expect_equal(tmp_path, 2, by_expert=True)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_ranks_own_experts_come_once_and_count_as_before(top_k: int, num_ranks: int) -> None:
+    """What fills up a row is none that is there: kernels look an expert up in it."""
+    generator = torch.Generator().manual_seed(top_k)
+    gates, ids = torch.rand(50, 8, generator=generator).topk(top_k)
+    whole, summed = torch.zeros(50, 8).scatter(1, ids, gates), []
+    for rank in range(num_ranks):
+        share = MeshConfig(num_ranks, rank).share(8, "experts")
+        found = own_experts(Routed(ids, gates), share)
+        width = share.stop - share.start
+        assert found.ids.shape == (50, min(top_k, width)) and found.ids.is_contiguous()
+        assert found.gates.is_contiguous() and int(found.ids.max()) < width
+        assert all(len(set(row)) == len(row) for row in found.ids.tolist())
+        summed.append(torch.zeros(50, width).scatter(1, found.ids, found.gates))
+    assert torch.equal(torch.cat(summed, dim=1), whole)
 
 
 @pytest.mark.parametrize("name", FORMATS)
