@@ -19,12 +19,12 @@ from typing import Any
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.adapters import Adapter, AdapterManager
+from asyncllm.engine.arrival import Submission
 from asyncllm.engine.beam_search import BeamSearchClient
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.core import Replica
 from asyncllm.engine.engine_steps import EngineSteps
-from asyncllm.engine.generation import Submission
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.engine.output_state import Sink, TextSink

@@ -148,3 +148,13 @@ def _environments(device: str, count: int, ranks: int) -> list[dict[str, str]]:
             f"{len(devices)} CUDA devices"
         )
     return [{VISIBLE: ",".join(devices[i * ranks : (i + 1) * ranks])} for i in range(count)]
+
+
+def make_loader(
+    args: EngineArgs, config: EngineConfig, recorder: Recorder, loggers: list[StatLogger]
+) -> CoreLoader | LocalGroupLoader | ProcessGroupLoader:
+    if config.data_parallel_size == 1:
+        return CoreLoader(config, recorder, loggers)
+    if config.data_parallel_backend == "uni":
+        return LocalGroupLoader(config, recorder, loggers)
+    return ProcessGroupLoader(args, config, recorder, loggers)
