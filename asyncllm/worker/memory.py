@@ -148,7 +148,7 @@ def allocate_cache(
 
 
 def kv_scales(model: CausalLM, config: EngineConfig, device: torch.device) -> KVScales | None:
-    """Of an FP8 cache; None of another. Raises `ModelLoadError`."""
+    """The scales of an FP8 cache; None of another. Raises `ModelLoadError`."""
     if config.kv_cache_dtype == config.dtype:
         return None
     if config.calculate_kv_scales:
