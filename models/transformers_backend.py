@@ -47,6 +47,7 @@ from asyncllm.models.transformers_legacy import (
     check_legacy,
     replace_attention,
 )
+from asyncllm.models.transformers_lora import adapt, noting_modules
 from asyncllm.models.transformers_rope import (
     HANDLER,
     STATIC_ROPE_TYPES,
@@ -82,7 +83,8 @@ class TransformersModel:
         try:
             self._model = model = _without_weights(config, build)
             rotaries = _step_rotaries(model, build.max_model_len)
-            tried = _try(model, build.max_model_len)
+            with noting_modules(model, TRIAL_TOKENS) as modules:
+                tried = _try(model, build.max_model_len)
             self._base, self._output = tried.base, tried.output
             self._names = WeightNames(model, config.path)
             self.left_out = tried.idle
@@ -92,9 +94,14 @@ class TransformersModel:
             if tried.idle and build.device != META:
                 logger.info("serving text alone, without %s", ", ".join(tried.idle))
             shape = HeadShape.of(tried.calls, KERNEL_HEAD_DIMS if build.dtype.itemsize == 2 else ())
-            # On the meta device there is nothing to prove, and nobody runs it.
-            fusion = None if build.device == META else _fuse(model, tried, shape, rotaries, build)
+            fusion = None
+            # On the meta device there is nothing to prove, and nobody runs it. What adapters add
+            # comes between what fusion joins.
+            if build.device != META and build.lora is None:
+                fusion = _fuse(model, tried, shape, rotaries, build)
             _allocate(model, build.device)
+            if build.lora is not None:
+                adapt(modules, build.lora)
             head_norm = fusion.head_norm if fusion is not None else lambda call: None
             self._step = step = Step(tried.calls, shape, head_norm)
             self._states = StateStep(tried.states)

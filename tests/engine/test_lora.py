@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GPT2Config, PretrainedConfig
 
 from asyncllm import AsyncLLMEngine, LoRARequest, SamplingParams
 from tests.engine.lora_adapters import ALL, write_adapter, write_base
@@ -18,7 +19,7 @@ from tests.engine.test_against_transformers import (
     greedy,
     make_prompts,
 )
-from tests.models.tiny_checkpoints import CONFIGS
+from tests.models.tiny_checkpoints import CONFIGS, VOCAB_SIZE
 
 NAMES = (None, "one", "two")
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -39,15 +40,15 @@ class Adapted:
     """A random model, its adapters, and transformers' answers: prompt i is for NAMES[i % 3]."""
 
     def __init__(
-        self, name: str, folder: Path, adapters: dict[str, dict[str, Any]] = SETTINGS
+        self, config: PretrainedConfig, folder: Path, adapters: dict[str, dict[str, Any]] = SETTINGS
     ) -> None:
         self.folder = folder / "base"
-        base = write_base(CONFIGS[name], self.folder)
+        base = write_base(config, self.folder)
         models: dict[str | None, Any] = {None: base}
         self.requests: dict[str | None, LoRARequest | None] = {None: None}
         for seed, (adapter, settings) in enumerate(adapters.items()):
             path = folder / adapter
-            models[adapter] = write_adapter(CONFIGS[name], path, seed, **settings)
+            models[adapter] = write_adapter(config, path, seed, **settings)
             self.requests[adapter] = LoRARequest(adapter, seed + 1, path)
         prompts = make_prompts(long=False)
         self.asked = [(prompt, NAMES[i % 3]) for i, prompt in enumerate(prompts * 3)]
@@ -59,7 +60,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "mistral-window", "llama-mlp-bias", "llam
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def adapted(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
-    return Adapted(request.param, tmp_path_factory.mktemp("adapted"))
+    return Adapted(CONFIGS[request.param], tmp_path_factory.mktemp("adapted"))
 
 
 async def ask_all(adapted: Adapted, **engine_args: Any) -> list[Answer]:
@@ -135,8 +136,31 @@ WIDE: dict[str, tuple[str, dict[str, Any]]] = {
 def test_every_family_and_target(case: str, tmp_path: Path) -> None:
     """Two adapters of everything, and none, in one chunked batch."""
     name, settings = WIDE[case]
-    adapted = Adapted(name, tmp_path, {"one": settings, "two": settings | {"r": 3}})
+    adapted = Adapted(CONFIGS[name], tmp_path, {"one": settings, "two": settings | {"r": 3}})
     answers = asyncio.run(ask_all(adapted, **REGIMES["chunked"] | {"num_gpu_blocks_override": 900}))
+    for (tokens, logprobs), (wanted, scores) in zip(answers, adapted.answers, strict=True):
+        assert tokens == wanted
+        assert logprobs == pytest.approx(scores, abs=LOGPROB_TOLERANCE)
+
+
+TRANSFORMERS: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
+    "llama": (CONFIGS["llama"], ENDS),
+    "gpt2": (
+        GPT2Config(
+            vocab_size=VOCAB_SIZE, n_embd=32, n_layer=3, n_head=4, n_positions=64,
+            bos_token_id=None, eos_token_id=None, initializer_range=0.2,
+        ),
+        {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TRANSFORMERS)
+def test_models_of_transformers(case: str, tmp_path: Path) -> None:
+    config, settings = TRANSFORMERS[case]
+    adapted = Adapted(config, tmp_path, {"one": settings, "two": settings | {"r": 3}})
+    regime = REGIMES["chunked"] | {"model_impl": "transformers"}
+    answers = asyncio.run(ask_all(adapted, **regime))
     for (tokens, logprobs), (wanted, scores) in zip(answers, adapted.answers, strict=True):
         assert tokens == wanted
         assert logprobs == pytest.approx(scores, abs=LOGPROB_TOLERANCE)
@@ -147,7 +171,7 @@ def test_every_family_and_target(case: str, tmp_path: Path) -> None:
 def test_two_ranks(case: str, tmp_path: Path) -> None:
     """Each has its rows or columns of every adapter."""
     name, settings = WIDE[case]
-    adapted = Adapted(name, tmp_path, {"one": settings, "two": settings | {"r": 3}})
+    adapted = Adapted(CONFIGS[name], tmp_path, {"one": settings, "two": settings | {"r": 3}})
     regime = REGIMES["chunked"] | {"num_gpu_blocks_override": 900, "tensor_parallel_size": 2}
     answers = asyncio.run(ask_all(adapted, **regime))
     for (tokens, logprobs), (wanted, scores) in zip(answers, adapted.answers, strict=True):

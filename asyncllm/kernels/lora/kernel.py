@@ -147,13 +147,13 @@ def _tile(num_tokens: int) -> tuple[int, int]:
 
 
 class TritonLoRA:
-    """`AddLoRA`: shrinks on a stream of its own while the product is made.
+    """`AddLoRA`. overlaps: it shrinks on a stream of its own while the product is made.
 
     A base product of few tokens waits for its weights and leaves room on every SM; in a graph the
     two are branches. What one stream allocated is given back after the other has waited for it.
     """
 
-    def __init__(self, device: torch.device, *, overlaps: bool = True) -> None:
+    def __init__(self, device: torch.device, *, overlaps: bool = False) -> None:
         self._beside = torch.cuda.Stream(device) if overlaps else None
 
     def __call__(
