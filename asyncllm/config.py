@@ -202,6 +202,9 @@ class EngineArgs:
         30.0, "seconds without a finished step, amid requests, until /health says so"
     )
     tensor_parallel_size: int = flag(1, "ranks that divide every layer, one process each", least=1)
+    pipeline_parallel_size: int = flag(
+        1, "stages that divide the layers, of so many ranks each; they take turns", least=1
+    )
     enable_expert_parallel: bool = flag(
         False, "ranks divide experts by number, not each of them by size"
     )
@@ -255,15 +258,24 @@ class EngineArgs:
         return EngineConfig(**resolved, **{name: getattr(self, name) for name in rest})
 
     def _mesh(self, device: str) -> MeshConfig:
-        size = self.tensor_parallel_size
-        if self.enable_expert_parallel and size == 1:
+        tp, pp = self.tensor_parallel_size, self.pipeline_parallel_size
+        if self.enable_expert_parallel and tp == 1:
             raise ValueError("enable_expert_parallel needs a tensor_parallel_size above 1")
+        if self.enable_lora and pp > 1:
+            raise ValueError(f"enable_lora: no adapters with pipeline_parallel_size {pp}")
+        if (size := tp * pp) > MAX_RANKS:
+            raise ValueError(
+                f"tensor_parallel_size {tp} times pipeline_parallel_size {pp} is over {MAX_RANKS}"
+            )
         if device == "cuda" and size > 1:
             import torch
 
             if size > (found := torch.cuda.device_count()):
-                raise ValueError(f"tensor_parallel_size {size} is over the {found} CUDA devices")
-        return MeshConfig(size, by_expert=self.enable_expert_parallel)
+                raise ValueError(
+                    f"tensor_parallel_size {tp} times pipeline_parallel_size {pp} is over the "
+                    f"{found} CUDA devices"
+                )
+        return MeshConfig(tp, by_expert=self.enable_expert_parallel, pp=pp)
 
     def _model_path(self) -> Path:
         """May download it."""
@@ -301,10 +313,6 @@ class EngineArgs:
             raise ValueError("calculate_kv_scales is for an fp8 kv_cache_dtype")
         if not self.max_queue_seconds > 0:
             raise ValueError(f"max_queue_seconds must be positive, got {self.max_queue_seconds}")
-        if self.tensor_parallel_size > MAX_RANKS:
-            raise ValueError(
-                f"tensor_parallel_size {self.tensor_parallel_size} is over {MAX_RANKS}"
-            )
         if not 0 < self.distributed_timeout_seconds < math.inf:
             raise ValueError(
                 f"distributed_timeout_seconds must be positive, got "

@@ -1,9 +1,12 @@
 """A process's place among the ranks that share one model, and its share of each size. No torch.
 
-heads of q        equal shares
-heads of k and v  equal shares; of fewer heads than ranks each is had by several ranks
-feed-forward      equal shares of its inner size; experts likewise, or each rank some experts
-vocabulary        equal shares, the last filled up with rows that count for nothing
+Ranks are numbered stage by stage: rank = stage * tp + place.
+
+    layers            of each stage its own, in order; the first has the two ends of the model, too
+    heads of q        equal shares of each layer's
+    heads of k and v  equal shares; of fewer heads than places each is had by several ranks
+    feed-forward      equal shares of its inner size; experts likewise, or each rank some experts
+    vocabulary        equal shares, the last filled up with rows that count for nothing
 """
 
 from __future__ import annotations
@@ -15,18 +18,42 @@ from asyncllm.errors import ModelLoadError
 
 @dataclass(frozen=True, slots=True)
 class MeshConfig:
-    """tp: ranks that divide every layer. by_expert: they divide experts by number, not by size."""
+    """tp: ranks that divide every layer. by_expert: they divide experts by number, not by size.
+    pp: stages, which divide the layers."""
 
     tp: int = 1
     rank: int = 0
     by_expert: bool = False
+    pp: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.tp * self.pp
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.tp
+
+    @property
+    def place(self) -> int:
+        """Among the ranks of its stage."""
+        return self.rank % self.tp
+
+    def layers(self, num_layers: int) -> range:
+        """Those of this rank's stage. Raises `ModelLoadError`."""
+        if self.pp > num_layers:
+            raise ModelLoadError(
+                f"pipeline_parallel_size {self.pp} is more than num_hidden_layers {num_layers}"
+            )
+        first, end = (stage * num_layers // self.pp for stage in (self.stage, self.stage + 1))
+        return range(first, end)
 
     def share(self, size: int, name: str) -> slice:
         """This rank's part of `size` things. Raises `ModelLoadError` with their name."""
         if size % self.tp:
             raise ModelLoadError(f"tensor_parallel_size {self.tp} does not divide {name} {size}")
         each = size // self.tp
-        return slice(self.rank * each, (self.rank + 1) * each)
+        return slice(self.place * each, (self.place + 1) * each)
 
     def kv_share(self, num_heads: int) -> slice:
         """The same of the heads of k and v."""
@@ -36,10 +63,10 @@ class MeshConfig:
             raise ModelLoadError(
                 f"tensor_parallel_size {self.tp} is no multiple of num_key_value_heads {num_heads}"
             )
-        head = self.rank * num_heads // self.tp
+        head = self.place * num_heads // self.tp
         return slice(head, head + 1)
 
     def vocabulary_share(self, size: int) -> tuple[slice, int]:
         """The tokens that this rank has, and how many there is room for, on every rank."""
         each = -(-size // self.tp)
-        return slice(min(self.rank * each, size), min((self.rank + 1) * each, size)), each
+        return slice(min(self.place * each, size), min((self.place + 1) * each, size)), each

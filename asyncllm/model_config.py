@@ -50,6 +50,20 @@ ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
+# Classes of transformers' table whose attention is not that of pages of past tokens, and why.
+UNSERVED = {
+    "BltForCausalLM": "attends across patches of bytes, which another model cuts",
+    "CpmAntForCausalLM": "adds a learned bias of segments to scores, and tokens before each prompt",
+    "DogeForCausalLM": "adds to scores what it makes of values, and drops the least",
+    "Gemma4AssistantForCausalLM": "attends to keys and values of another model",
+    "Gemma4UnifiedAssistantForCausalLM": "attends to keys and values of another model",
+    "MusicgenForCausalLM": "takes ids of several codebooks for each token",
+    "MusicgenMelodyForCausalLM": "takes ids of several codebooks for each token",
+    "ProphetNetForCausalLM": "attends to streams of tokens to come",
+    "ReformerModelWithLMHead": "attends to buckets of hashes",
+    "XLMWithLMHeadModel": "predicts a masked token behind the others, which no later step sees",
+    "XLNetLMHeadModel": "predicts a masked token behind the others, which no later step sees",
+}
 ModelImplementation = Literal["auto", "asyncllm", "transformers"]
 Quantization = Literal["fp8", "int8", "int4"]
 RECURRENT_WINDOW = 32_768  # tokens, without max_model_len, of a model that knows no positions
@@ -64,8 +78,13 @@ SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
-
-
+# What the longest sequence is called; models whose attention needs no positions (ALiBi) say it too.
+POSITION_KEYS = (
+    "max_position_embeddings",
+    "max_target_positions",
+    "max_seq_len",
+    "seq_length",
+)
 GENERATION_FILE = "generation_config.json"
 SAMPLING_KEYS = {
     "temperature": "temperature",
@@ -121,7 +140,7 @@ class ModelConfig:
                 num_kv_heads = _size(file, hf, "num_key_value_heads")
             if getattr(hf, "head_dim", None) is not None:
                 head_dim = _size(file, hf, "head_dim")
-        window = RECURRENT_WINDOW if is_recurrent else _size(file, text, "max_position_embeddings")
+        window = RECURRENT_WINDOW if is_recurrent else _max_positions(file, text)
         return cls(
             path=path,
             architecture=hf.architectures[0],
@@ -236,18 +255,26 @@ def _choose_implementation(
 
 
 def _transformers_classes() -> set[str]:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    """With those of several towers, of which the one that writes is served."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
 
-    return set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    tables = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return {name for table in tables for name in table.values()}
 
 
 def _is_recurrent(text: PretrainedConfig) -> bool:
     """Whether no layer attends, so that nothing counts positions."""
-    return getattr(text, "num_attention_heads", None) is None
+    return _value(text, "num_attention_heads") is None
 
 
 def _check_decoder(file: Path, hf: PretrainedConfig) -> None:
     """Of models that transformers runs, before their code is imported."""
+    architecture = hf.architectures[0]
+    if reason := UNSERVED.get(architecture):
+        raise ModelLoadError(f"{file}: architectures {architecture!r} {reason}: not served")
     if value := getattr(hf, "quantization_config", None):
         raise ModelLoadError(f"{file}: quantization_config {value!r} is not supported")
 
@@ -259,12 +286,24 @@ def _unsupported(file: Path, architecture: str, reason: str) -> ModelLoadError:
     )
 
 
+def _value(hf: PretrainedConfig, key: str) -> Any:
+    """Of layers that differ, the first's."""
+    layer = hf.per_layer_config[0] if getattr(hf, "is_heterogeneous", False) else hf
+    return getattr(layer, key, None)
+
+
 def _size(file: Path, hf: PretrainedConfig, key: str) -> int:
     """A key that counts something. Raises `ModelLoadError`."""
-    value: Any = getattr(hf, key, None)
+    value: Any = _value(hf, key)
     if not isinstance(value, int) or value < 1:
         raise _bad_size(file, key, value)
     return value
+
+
+def _max_positions(file: Path, hf: PretrainedConfig) -> int:
+    """By the first of its names that the configuration has. Raises `ModelLoadError`."""
+    found = (key for key in POSITION_KEYS if getattr(hf, key, None) is not None)
+    return _size(file, hf, next(found, POSITION_KEYS[0]))
 
 
 def _bad_size(file: Path, key: str, value: object) -> ModelLoadError:
@@ -274,7 +313,7 @@ def _bad_size(file: Path, key: str, value: object) -> ModelLoadError:
 def _context_window(file: Path, hf: PretrainedConfig) -> int:
     """max_position_embeddings, stretched where the RoPE variant stretches it (as vLLM does)."""
     rope = getattr(hf, "rope_parameters", None) or {}
-    window = hf.max_position_embeddings
+    window = _max_positions(file, hf)
     if rope.get("rope_type") == "yarn":
         window = rope.get("original_max_position_embeddings") or window
     if rope.get("rope_type") in ("linear", "dynamic", "yarn"):

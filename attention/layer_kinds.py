@@ -22,10 +22,11 @@ class LayerKinds:
     ) -> None:
         """group_of: each layer's cache group, by its index; None: they have one."""
         found: dict[tuple[object, ...], list[AttentionLayer]] = {}
-        for layer in layers:  # neither index nor weights of norms and sinks decide anything
+        for layer in layers:  # neither index nor weights of norms, sinks and slopes decide anything
             heads = layer.num_heads, layer.num_kv_heads, layer.head_dim
-            scores = layer.scale, layer.window, layer.soft_cap, layer.sinks is not None
-            found.setdefault((*heads, *scores), []).append(layer)
+            scores = layer.scale, layer.window, layer.soft_cap
+            has = layer.sinks is not None, layer.slopes is not None
+            found.setdefault((*heads, *scores, *has, layer.latent_dim), []).append(layer)
         self.layers = [alike[0] for alike in found.values()]  # one of each kind
         self.number_of = {  # layer index -> the number of its kind
             layer.index: number for number, alike in enumerate(found.values()) for layer in alike

@@ -78,12 +78,18 @@ def build_backend(
     if not layers and name != "torch":
         return NoAttention()
     for layer in layers:
-        if name != "torch" and layer.latent_dim is not None:
-            raise _unsupported(name, layer, "latents", "torch")
+        if name == "flash_attn" and layer.latent_dim is not None:
+            raise _unsupported(name, layer, "latents", "auto")
         if name == "flash_attn" and layer.sinks is not None:
             raise _unsupported(name, layer, "sinks", "auto")
+        if name == "flash_attn" and layer.slopes is not None:
+            raise _unsupported(name, layer, "slopes (ALiBi)", "auto")
         if name == "flash_attn" and layer.soft_cap is not None:
             raise _unsupported(name, layer, "a soft cap", "auto")
+    if name == "flashinfer" and all(layer.latent_dim is not None for layer in layers):
+        from asyncllm.attention.latent import LatentPages  # imports Triton
+
+        return LatentPages(cache)
     if name == "flashinfer":
         from asyncllm.attention.flashinfer.backend import FlashInferAttention
 

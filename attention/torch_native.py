@@ -165,7 +165,7 @@ def _of_values(
     if layer.window is not None:
         seen &= index > position - layer.window
     seen = seen.unsqueeze(1)
-    if layer.soft_cap is None and layer.sinks is None:
+    if layer.soft_cap is None and layer.sinks is None and layer.slopes is None:
         return F.scaled_dot_product_attention(
             q, keys, values, attn_mask=seen, scale=layer.scale, enable_gqa=True
         )
@@ -174,6 +174,9 @@ def _of_values(
     scores = (q @ keys.mT).float() * layer.scale
     if layer.soft_cap is not None:
         scores = (scores / layer.soft_cap).tanh() * layer.soft_cap
+    if layer.slopes is not None:
+        distances = (index - position).unsqueeze(1)  # [rows, 1, tokens, length]
+        scores = scores + layer.slopes[:, None, None] * distances
     scores = scores.masked_fill(~seen, -torch.inf)
     if layer.sinks is not None:
         sinks = layer.sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)

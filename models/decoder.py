@@ -32,7 +32,7 @@ from asyncllm.models.layers.mlp import MLP, MLPSpec
 from asyncllm.models.layers.norm import RMSNorm
 from asyncllm.models.layers.ops import AddRMSNorm, Norm, Normed
 from asyncllm.models.layers.rotary import Rotary, build_rotary
-from asyncllm.models.supported import activation_of, check_decoder, draft_names
+from asyncllm.models.supported import activation_of, check_decoder, unused_names
 
 
 class FeedForward(Protocol):
@@ -103,11 +103,15 @@ class DecoderSpec:
 
 
 class DecoderLayer:
-    def __init__(self, index: int, config: ModelConfig, spec: DecoderSpec, build: Build) -> None:
+    """`index`: in the model; `place`: among those of this rank's stage."""
+
+    def __init__(
+        self, index: int, place: int, config: ModelConfig, spec: DecoderSpec, build: Build
+    ) -> None:
         hf = config.hf_config
         name = f"model.layers.{index}"
         eps = hf.rms_norm_eps
-        layer = attention_layer(index, config, spec, build)
+        layer = replace(attention_layer(index, config, spec, build), index=place)
         make = spec.attention.make
         self.attention = make(f"{name}.self_attn", layer, hf.hidden_size, eps, build)
 
@@ -176,52 +180,80 @@ class DenseDecoder:
         hf = config.hf_config
         spec = replace(spec, mlp=replace(spec.mlp, activation=activation_of(config)))
         self.is_plain = spec.is_plain
+        ends = build  # of the model: the first stage has them
+        if build.mesh.config.stage > 0:
+            ends = replace(build, device=torch.device("meta"))
         self.embed_tokens = Embedding(
-            "model.embed_tokens", hf.vocab_size, hf.hidden_size, build, spec.embedding_scale
+            "model.embed_tokens", hf.vocab_size, hf.hidden_size, ends, spec.embedding_scale
         )
+        self._build, self._mesh, self._hidden_size = build, build.mesh, hf.hidden_size
+        own = build.mesh.config.layers(config.num_layers)
         self.layers = [
-            DecoderLayer(index, config, spec, build) for index in range(config.num_layers)
+            DecoderLayer(index, place, config, spec, build) for place, index in enumerate(own)
         ]
-        self.norm = RMSNorm("model.norm", hf.hidden_size, hf.rms_norm_eps, build, spec.norm_offset)
+        self.norm = RMSNorm("model.norm", hf.hidden_size, hf.rms_norm_eps, ends, spec.norm_offset)
         self.lm_head = LMHead(
             "lm_head",
             self.embed_tokens,
             hf.tie_word_embeddings,
-            build,
+            ends,
             spec.logit_scale,
             spec.logit_soft_cap,
         )
         rotaries = spec.rotaries or (build_rotary(config, build),) * config.num_layers
         self.rotaries = list(dict.fromkeys(rotaries))  # each once
-        self._rotary_of = [self.rotaries.index(rotary) for rotary in rotaries]
-        self._input_norms = [*(layer.before_attention for layer in self.layers), self.norm]
+        self._rotary_of = [self.rotaries.index(rotaries[index]) for index in own]
+        # The norm behind a stage is the next one's, or the first one's at the end.
+        last = self.norm if build.mesh.config.pp == 1 else None
+        self._input_norms = [*(layer.before_attention for layer in self.layers), last]
         self.attention_layers = [layer.attention.layer for layer in self.layers]
         self.state_layers: tuple[StateLayer, ...] = ()
         self.full_read_tokens = max(layer.feed_forward.full_read_tokens for layer in self.layers)
         self.uses_prompt_lens = any(rotary.uses_prompt_lens for rotary in self.rotaries)
-        self.aliases = {**self.lm_head.aliases, **draft_names(config)}
+        self.aliases = {**self.lm_head.aliases, **unused_names(config, build.mesh.config)}
 
     def forward(self, inputs: TokenInputs, mixer: Mixer) -> torch.Tensor:
         # Before the embedding, the last ordinary launch: layers' kernels read it before their wait.
         rotations = [one.rotation(inputs.positions, inputs.prompt_lens) for one in self.rotaries]
-        residual = self.embed_tokens(inputs.ids)  # [T, hidden_size]
+        residual = self._begin(inputs.ids)
         first = self._input_norms[0]
         x = Normed(residual if first is None else first(residual))
         for layer, rotary, next_norm in zip(
             self.layers, self._rotary_of, self._input_norms[1:], strict=True
         ):
             x = layer(x, residual, next_norm, rotations[rotary], mixer)
+        if self._mesh.config.pp > 1:
+            return self._end(residual)
         return x.values if x.squares is None else self.norm(residual)
 
+    def _begin(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The residual before this stage's layers, [T, hidden_size]."""
+        if self._mesh.config.stage == 0:
+            return self.embed_tokens(token_ids)
+        return self._mesh.receive(self._build.empty(len(token_ids), self._hidden_size))
+
+    def _end(self, residual: torch.Tensor) -> torch.Tensor:
+        """Behind this stage's layers: the first stage gets what the last one has made. The hidden
+        states of other stages are nobody's."""
+        self._mesh.send(residual)
+        if self._mesh.config.stage > 0:
+            return residual
+        return self.norm(self._mesh.receive(torch.empty_like(residual)))
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._mesh.config.stage > 0:  # which rank 0 samples from its own
+            return hidden.new_zeros(()).expand(len(hidden), self.embed_tokens.vocab_size)
         return self.lm_head(hidden)
 
     def loads(self) -> Iterator[Load]:
-        yield from self.embed_tokens.loads()
+        is_first = self._mesh.config.stage == 0
+        if is_first:
+            yield from self.embed_tokens.loads()
         for layer in self.layers:
             yield from layer.loads()
-        yield from self.norm.loads()
-        yield from self.lm_head.loads()
+        if is_first:
+            yield from self.norm.loads()
+            yield from self.lm_head.loads()
 
     def finish_loading(self) -> None:
         for layer in self.layers:

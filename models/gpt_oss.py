@@ -20,14 +20,15 @@ from asyncllm.models.supported import layer_windows, positive, require
 def build_gpt_oss(config: ModelConfig, build: Build) -> DenseDecoder:
     require(config, hidden_act=("silu",))  # named so, though another
     hf = config.hf_config
-    alpha = getattr(hf, "swiglu_alpha", 1.702)  # transformers 5.17 has it as a constant
+    # transformers 5.17 has them as constants.
+    limit, alpha = getattr(hf, "swiglu_limit", 7.0), getattr(hf, "swiglu_alpha", 1.702)
     shape = ExpertsShape(
         num_experts=positive(config, "num_local_experts"),
         hidden_size=hf.hidden_size,
         size=hf.intermediate_size,
         load=_load,
         bias=True,
-        activation=Activation("clamped", limit=hf.swiglu_limit, alpha=alpha),
+        activation=Activation("clamped", limit=limit, alpha=alpha),
     )
     top_k = positive(config, "num_experts_per_tok", at_most="num_local_experts")
     routing = Routing(top_k, "top_softmax")

@@ -7,7 +7,7 @@ any scale it is 1, as keys of most models fit; values likewise.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -29,13 +29,14 @@ MEASURED_TOKENS = 256
 HEADROOM = 2.0  # for what is larger than in the measured tokens
 
 
-def stored_scales(config: ModelConfig, num_layers: int) -> KVScales:
-    """The checkpoint's, 1 where it has none. Raises `ModelLoadError` for what is no scale."""
+def stored_scales(config: ModelConfig, indices: Sequence[int]) -> KVScales:
+    """Of these layers: the checkpoint's, 1 where it has none. Raises `ModelLoadError` for what is
+    no scale."""
     try:
         checkpoint = Checkpoint(config.path)
     except ModelLoadError:  # dummy weights; else it was raised where they were loaded
-        return KVScales.ones(num_layers)
-    layers = [f"model.layers.{index}" for index in range(num_layers)]
+        return KVScales.ones(len(indices))
+    layers = [f"model.layers.{index}" for index in indices]
     return KVScales(
         [_stored(checkpoint, layer, K_NAMES) for layer in layers],
         [_stored(checkpoint, layer, V_NAMES) for layer in layers],

@@ -81,10 +81,10 @@ def build_model(
         quantized_experts=methods.experts,
     )
     if model_config.implementation == "transformers":
-        if mesh.config.tp > 1:
+        if mesh.config.size > 1:
             raise ModelLoadError(
-                f"tensor_parallel_size {mesh.config.tp}: {model_config.architecture} is run by "
-                "transformers' code, which one rank runs"
+                f"tensor_parallel_size {mesh.config.tp}, pipeline_parallel_size {mesh.config.pp}: "
+                f"{model_config.architecture} is run by transformers' code, which one rank runs"
             )
         # All of the library's model code: seconds.
         from asyncllm.models.transformers_backend import TransformersModel
@@ -113,7 +113,8 @@ def settle(config: EngineConfig) -> tuple[EngineConfig, CausalLM]:
     What a native family does not serve is left to transformers, unless ours was asked for. Raises
     as `build_model`.
     """
-    dtype, latents = getattr(torch, config.dtype), keeps_latents(config)
+    backend = resolve_backend(config.attention_backend, torch.device(config.device))
+    dtype, latents = getattr(torch, config.dtype), keeps_latents(config, backend)
     model_len = config.max_model_len or config.model.context_window
     mesh = Alone(config.mesh)
     try:
@@ -127,11 +128,10 @@ def settle(config: EngineConfig) -> tuple[EngineConfig, CausalLM]:
     return config, model_without_memory(config.model, dtype, model_len, mesh=mesh)
 
 
-def keeps_latents(config: EngineConfig) -> bool:
-    """Whether attention takes latents: torch's does, where it is what was asked for. With adapters
-    keys and values are made, as an adapter may change how."""
-    backend = resolve_backend(config.attention_backend, torch.device(config.device))
-    return backend == "torch" and not config.enable_lora
+def keeps_latents(config: EngineConfig, backend: str) -> bool:
+    """Whether attention takes latents: torch's does, and a kernel of ours on CUDA. With adapters
+    keys and values are made, as an adapter may change how. backend: as `resolve_backend` says."""
+    return backend in ("torch", "flashinfer") and not config.enable_lora
 
 
 def model_without_memory(

@@ -8,11 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 from asyncllm.errors import ModelLoadError, UnsupportedModelError
+from asyncllm.mesh_config import MeshConfig
 from asyncllm.model_config import ModelConfig
-from asyncllm.models.checkpoint import Checkpoint, num_stored_layers
+from asyncllm.models.checkpoint import num_stored_layers
 from asyncllm.models.layers.ops import SILU, Activation
 from asyncllm.models.layers.rotary import HeadOrder
+from asyncllm.models.loader import open_checkpoint
 
+FIRST_STAGE = ("model.embed_tokens.", "model.norm.", "lm_head.")  # what it has besides layers
 ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": Activation("gelu_tanh")}
 
 
@@ -80,15 +83,17 @@ def head_order(config: ModelConfig, interleaved: bool = False) -> HeadOrder | No
     return HeadOrder(config.head_dim, rotary_dim, interleaved)
 
 
-def draft_names(config: ModelConfig) -> dict[str, None]:
-    """The tensors of layers behind the last, which predict further tokens, and are not used."""
+def unused_names(config: ModelConfig, mesh: MeshConfig) -> dict[str, None]:
+    """The tensors of other stages, and of layers behind the last, which predict further tokens."""
     num_drafts = getattr(config.hf_config, "num_nextn_predict_layers", None) or 0
-    indices = range(config.num_layers, config.num_layers + num_drafts)
+    indices = {*range(config.num_layers + num_drafts)} - {*mesh.layers(config.num_layers)}
     prefixes = tuple(f"model.layers.{index}." for index in indices)
+    if mesh.stage > 0:
+        prefixes += FIRST_STAGE
     if not prefixes:
         return {}
     try:
-        names = Checkpoint(config.path).names
+        names = open_checkpoint(config.path).names
     except ModelLoadError:  # raised again where the weights are asked for
         return {}
     return {name: None for name in names if name.startswith(prefixes)}

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
@@ -57,6 +58,7 @@ class AttentionCall:
     window: int | None
     soft_cap: float | None
     sinks: str | None  # the name of the module's parameter
+    slopes: torch.Tensor | None  # float32 [num_heads], on the CPU
 
 
 class Trial:
@@ -78,6 +80,7 @@ class Trial:
         sliding_window: int | None = None,
         softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
+        slopes: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor:
         if q.shape[2] != k.shape[2]:
@@ -89,6 +92,8 @@ class Trial:
         if mask is None and not is_causal:  # where there is a mask, it says so
             raise Unservable(f"has attention that is not causal in {type(module).__name__}")
         for name, value in others.items():
+            if isinstance(value, torch.Tensor) and not value.numel():
+                continue  # it says nothing
             if name not in HARMLESS and value is not None and value is not False:
                 what = "a tensor" if isinstance(value, torch.Tensor) else repr(value)[:60]
                 raise Unservable(f"passes {name} ({what}) to attention in {type(module).__name__}")
@@ -104,6 +109,7 @@ class Trial:
                 window=window if window is not None and window < self.max_model_len else None,
                 soft_cap=None if not softcap else float(softcap),
                 sinks=None if s_aux is None else _parameter_name(module, s_aux),
+                slopes=slopes,
             )
         )
         return v.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
@@ -182,6 +188,7 @@ class Step:
         self.positions: torch.Tensor | None = None  # int64 [T]
         self.shape = shape
         self._calls: Counter[nn.Module] = Counter()  # in this pass
+        self._padded: list[tuple[AttentionCall, torch.Tensor, torch.Tensor]] = []  # sinks
         self.layers = [
             self._layer(index, call, head_norm(call)) for index, call in enumerate(calls)
         ]
@@ -202,13 +209,33 @@ class Step:
             head_norm=norm,
             soft_cap=call.soft_cap,
             sinks=None if call.sinks is None else self._sinks(call),
+            slopes=None if call.slopes is None else self._slopes(call, call.slopes),
         )
 
     def _sinks(self, call: AttentionCall) -> torch.Tensor:
         sinks = call.module.get_parameter(str(call.sinks))
-        if len(sinks) != self.shape.num_kv_heads * self.shape.group:
-            raise Unservable(f"has sinks and layers of {len(sinks)} and of more heads")
-        return sinks
+        padded = self._of_all_heads(call, sinks)
+        if padded is not sinks:
+            self._padded.append((call, sinks, padded))
+        return padded
+
+    def _slopes(self, call: AttentionCall, slopes: torch.Tensor) -> torch.Tensor:
+        device = next(call.module.parameters()).device
+        return self._of_all_heads(call, slopes.to(device))
+
+    def _of_all_heads(self, call: AttentionCall, of_heads: torch.Tensor) -> torch.Tensor:
+        """[the call's heads] -> [the layer's], zeros for those that it has not."""
+        num_kv_heads, group, _ = self.shape
+        if len(of_heads) == num_kv_heads * group:
+            return of_heads
+        of_groups = of_heads.unflatten(0, (call.num_kv_heads, -1))
+        more = (0, group - of_groups.shape[1], 0, num_kv_heads - call.num_kv_heads)
+        return F.pad(of_groups, more).flatten()
+
+    def finish_loading(self) -> None:
+        """Give the layers' own copies what was loaded."""
+        for call, sinks, padded in self._padded:  # graphs hold their addresses
+            padded.copy_(self._of_all_heads(call, sinks))
 
     def attention(
         self,

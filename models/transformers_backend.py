@@ -11,9 +11,10 @@ knows how; after a trial there (transformers_attention.py) its parameters get th
 from __future__ import annotations
 
 import inspect
+import logging
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,6 @@ import torch
 import transformers
 from torch import nn
 from transformers.initialization import no_init_weights
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from asyncllm.attention.base import AttentionLayer, Mixer, Rotation
 from asyncllm.errors import ModelLoadError, one_line
@@ -39,8 +39,14 @@ from asyncllm.models.transformers_attention import (
     Trial,
     Unservable,
 )
+from asyncllm.models.transformers_experts import replace_experts
 from asyncllm.models.transformers_fusion import Fusion, has_projections, no_rotation
-from asyncllm.models.transformers_legacy import LEGACY, replace_attention
+from asyncllm.models.transformers_indexed import SEEN, check_index, leave_out_index
+from asyncllm.models.transformers_legacy import (
+    LEGACY,
+    check_legacy,
+    replace_attention,
+)
 from asyncllm.models.transformers_rope import (
     HANDLER,
     STATIC_ROPE_TYPES,
@@ -58,11 +64,12 @@ from asyncllm.models.transformers_states import (
 )
 from asyncllm.models.transformers_weights import WeightNames
 
+logger = logging.getLogger("asyncllm")
+
 META = torch.device("meta")
 TRIAL_TOKENS = 3
-EXPERTS = "asyncllm"
 KERNEL_HEAD_DIMS = (64, 128, 256)  # of 16-bit types; torch's attention takes any
-SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", *SEEN}
 
 
 class TransformersModel:
@@ -73,11 +80,17 @@ class TransformersModel:
     def __init__(self, config: ModelConfig, build: Build) -> None:
         """Raises `ModelLoadError` where the class would not compute what it does by itself."""
         try:
-            self._model = model = _without_weights(config, build.dtype)
+            self._model = model = _without_weights(config, build)
             rotaries = _step_rotaries(model, build.max_model_len)
             tried = _try(model, build.max_model_len)
             self._base, self._output = tried.base, tried.output
             self._names = WeightNames(model, config.path)
+            self.left_out = tried.idle
+            for name in tried.idle:
+                self._names.leave_out(name, model.get_submodule(name))
+                model.set_submodule(name, nn.Identity())
+            if tried.idle and build.device != META:
+                logger.info("serving text alone, without %s", ", ".join(tried.idle))
             shape = HeadShape.of(tried.calls, KERNEL_HEAD_DIMS if build.dtype.itemsize == 2 else ())
             # On the meta device there is nothing to prove, and nobody runs it.
             fusion = None if build.device == META else _fuse(model, tried, shape, rotaries, build)
@@ -155,22 +168,29 @@ class TransformersModel:
 
     def finish_loading(self) -> None:
         self._names.finish_loading()
+        self._step.finish_loading()
         if self._fusion is not None:
             self._fusion.finish_loading()
 
 
-def _without_weights(config: ModelConfig, dtype: torch.dtype) -> Any:
+def _without_weights(config: ModelConfig, build: Build) -> Any:
     """The class's model: buffers on the CPU, parameters on the meta device."""
     model_class = getattr(transformers, config.architecture)
     if not isinstance(config.hf_config, model_class.config_class):
         raise Unservable(f"does not fit model_type {config.hf_config.model_type!r}")
-    layer_types = set(getattr(config.hf_config, "layer_types", None) or ())
+    text, dtype = config.hf_config.get_text_config(decoder=True), build.dtype
+    layer_types = set(getattr(text, "layer_types", None) or ())
     kinds = layer_types - SERVED_LAYER_TYPES - RECURRENT_TYPES
     if kinds:
         raise Unservable(f"has layer_types {', '.join(sorted(map(repr, kinds)))}")
+    check_index(text, build.max_model_len)
     is_legacy = config.architecture in LEGACY
-    if is_legacy and getattr(config.hf_config, "is_decoder", True) is False:
-        raise Unservable("has is_decoder False")
+    if is_legacy:
+        check_legacy(config.architecture, config.hf_config)
+    if getattr(text, "use_bidirectional_attention", None) == "vision":
+        text.use_bidirectional_attention = (
+            None  # between an image's tokens, of which there are none
+        )
     try:
         with no_init_weights(), _parameters_on_meta():
             model = model_class._from_config(
@@ -182,22 +202,9 @@ def _without_weights(config: ModelConfig, dtype: torch.dtype) -> Any:
     if is_legacy:
         replace_attention(model)
     _keep_in_float32(model, dtype)
-    with suppress(AttributeError, ValueError):  # it has no experts that could be set
-        model.set_experts_implementation(EXPERTS)
+    replace_experts(model)
+    leave_out_index(model)
     return model.eval()
-
-
-def _experts(
-    module: nn.Module, hidden: torch.Tensor, expert_ids: torch.Tensor, gates: torch.Tensor
-) -> torch.Tensor:
-    """By grouped products, which wait for nothing; in the trial only their shape."""
-    if hidden.device == META:
-        return torch.empty_like(hidden)
-    out: torch.Tensor = grouped_mm_experts_forward(module, hidden, expert_ids, gates)
-    return out
-
-
-ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
 
 
 @contextmanager
@@ -244,6 +251,8 @@ def _step_rotaries(model: nn.Module, max_model_len: int) -> Rotaries:
         types = [*module.rope_type] if isinstance(module.rope_type, dict) else [None]
         for layer_type in types:
             kind = module.rope_type[layer_type] if layer_type else module.rope_type
+            if kind == "axial":  # of images
+                continue
             try:
                 found[module, layer_type] = StepRotary(module, layer_type, max_model_len)
             except Exception as error:  # of no common base, as what the module does
@@ -262,7 +271,8 @@ class Tried:
     states: StateTrial
     base: Any  # the module that gives the hidden states
     output: type  # of what it returns
-    takes_positions: bool  # else it counts them, and modules that embed them take them
+    idle: list[str]  # its towers that text does not pass
+    takes_positions: bool  # else modules that embed them take them, or there is no use for them
     named: dict[nn.Module, dict[str, Any]]  # modules with projections -> their arguments
     angles: list[tuple[tuple[Any, str | None], Any]]  # by whom cosines and sines were given
 
@@ -272,6 +282,7 @@ def _try(model: Any, max_model_len: int) -> Tried:
     recurrent = replace_recurrences(model, states)
     outputs: list[tuple[nn.Module, Any]] = []
     named: dict[nn.Module, dict[str, Any]] = {}
+    given: dict[nn.Module, Any] = {}  # what modules got as their positions
     angles: list[tuple[tuple[Any, str | None], Any]] = []
     for module in model.modules():
         setattr(module, HANDLER, trial)
@@ -295,14 +306,27 @@ def _try(model: Any, max_model_len: int) -> Tried:
         for module in model.modules()
         if has_projections(module)
     ]
-    tokens = torch.zeros(1, TRIAL_TOKENS, dtype=torch.int64, device=META)
+    hooks += [
+        module.register_forward_pre_hook(
+            lambda module, _, others: given.__setitem__(module, others.get("position_ids")),
+            with_kwargs=True,
+        )
+        for module in model.modules()
+        if "position_ids" in inspect.signature(module.forward).parameters
+    ]
+    ran: set[nn.Module] = set()
+    hooks += [
+        module.register_forward_hook(lambda module, *_: ran.add(module))
+        for module in model.modules()
+    ]
+    tokens, positions = torch.zeros(2, 1, TRIAL_TOKENS, dtype=torch.int64, device=META)
     # Recurrent layers look at its values, and drop one that hides nothing.
     looks = recurrent or hasattr(inspect.getmodule(type(model)), MASK_OF_VALUES)
     mask = torch.ones(1, TRIAL_TOKENS, dtype=torch.int64) if looks else tokens + 1
     try:
         # Views of a mask name it as their base, but not in inference mode.
         with _tensors_on_meta(model), torch.inference_mode(False), torch.no_grad():
-            model(input_ids=tokens, attention_mask=mask, position_ids=tokens, use_cache=False)
+            model(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False)
     except Unservable:
         raise
     except Exception as error:  # whatever its code cannot do there
@@ -330,10 +354,20 @@ def _try(model: Any, max_model_len: int) -> Tried:
         raise Unservable("does not get its hidden states from its base model")
     base: Any
     base, output = outputs[-1]  # the outermost ends last
-    takes_positions = "position_ids" in inspect.signature(base.forward).parameters
-    if trial.calls and not takes_positions and not list(position_modules(base)):
+    takes_positions = any(given.get(module) is positions for module in base.modules())
+    has_use = any(call.slopes is None for call in trial.calls)
+    if not takes_positions and has_use and not list(position_modules(base)):
         raise Unservable(f"has a {type(base).__name__} that takes no position_ids")
-    return Tried(trial.calls, states, base, type(output), takes_positions, named, angles)
+    idle = [] if text is model.config else list(_idle(model, base, ran))
+    return Tried(trial.calls, states, base, type(output), idle, takes_positions, named, angles)
+
+
+def _idle(model: nn.Module, base: nn.Module, ran: set[nn.Module]) -> Iterator[str]:
+    """Names of the base's children of which nothing ran: towers of other inputs."""
+    prefix = next(name for name, module in model.named_modules() if module is base)
+    for name, child in base.named_children():
+        if ran.isdisjoint(child.modules()) and any(True for _ in child.parameters()):
+            yield f"{prefix}.{name}".removeprefix(".")
 
 
 def position_modules(model: nn.Module) -> Iterator[nn.Module]:
@@ -382,7 +416,9 @@ def _let_give(base: Any) -> None:
 
     base.given = None
     # A subclass, as a function of this one module would keep the module that keeps it.
-    base.__class__ = type(model_class.__name__, (model_class,), {"forward": forward})
+    # The library's tables of names hold for modules of its own.
+    changes = {"forward": forward, "__module__": model_class.__module__}
+    base.__class__ = type(model_class.__name__, (model_class,), changes)
 
 
 def _bases(model: Any) -> list[nn.Module]:

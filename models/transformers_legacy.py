@@ -2,12 +2,14 @@
 
 Their modules multiply q by k, add a mask, take the softmax and multiply by v with torch's own
 functions. While such a module runs, its first product of two activations becomes `Scores`, which
-note what they are scaled by and otherwise do nothing, and their product with the values is our
-attention. What their masks hide is not looked at: each class was compared with its own `generate`.
+note what they are scaled by and what grows with the distance (ALiBi), and otherwise do nothing, and
+their product with the values is our attention. What their masks hide is not looked at: each class
+was compared with its own `generate`.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,16 +23,34 @@ from asyncllm.models.transformers_rope import HANDLER
 
 LEGACY = frozenset(
     {
-        "CodeGenForCausalLM", "FalconForCausalLM", "GPTJForCausalLM",
-        "GPTNeoXJapaneseForCausalLM", "MegatronBertForCausalLM", "OpenAIGPTLMHeadModel",
+        "BigBirdForCausalLM", "BloomForCausalLM", "CodeGenForCausalLM", "FalconForCausalLM",
+        "GPTJForCausalLM", "GPTNeoForCausalLM", "GPTNeoXJapaneseForCausalLM", "GitForCausalLM",
+        "MegatronBertForCausalLM", "MptForCausalLM", "MvpForCausalLM", "OpenAIGPTLMHeadModel",
         "RemBertForCausalLM", "RoFormerForCausalLM", "TrOCRForCausalLM", "XGLMForCausalLM",
     }
 )  # fmt: skip
+# Encoders, unless their configuration says otherwise.
+ENCODERS = frozenset(
+    {
+        "BigBirdForCausalLM", "MegatronBertForCausalLM", "RemBertForCausalLM",
+        "RoFormerForCausalLM",
+    }
+)  # fmt: skip
+SLOPES = "asyncllm_slopes"  # the attribute of modules whose scores get them
 PRODUCTS = {torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.bmm}
 DIVISIONS = {torch.div, torch.Tensor.div, torch.Tensor.__truediv__, torch.Tensor.__itruediv__}
 MULTIPLICATIONS = {torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__imul__}
 SUMS = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__}
 KEEPING = {F.softmax, F.dropout, torch.max, torch.where, torch.softmax}  # ours does it, or nobody
+
+
+def check_legacy(architecture: str, config: Any) -> None:
+    """Of a class of LEGACY. Raises `Unservable` where it would compute something else."""
+    is_decoder = getattr(config, "is_decoder", None)
+    if is_decoder is False or (is_decoder is None and architecture in ENCODERS):
+        raise Unservable(f"has is_decoder {is_decoder!r}")
+    if getattr(config, "attention_type", "original_full") != "original_full":
+        raise Unservable(f"has attention_type {config.attention_type!r}")
 
 
 class Scores:
@@ -40,6 +60,7 @@ class Scores:
         """q [..., T, dim], k [..., dim, T]."""
         self._module, self._q, self._k = module, q, k
         self._scale = 1.0
+        self._slope_scale: float | None = None  # None: no slopes are added
         self.shape = torch.Size((*q.shape[:-1], k.shape[-1]))
         self.dtype, self.device = q.dtype, q.device
 
@@ -62,18 +83,25 @@ class Scores:
         raise Unservable(f"does {getattr(function, '__name__', function)} to its scores")
 
     def __truediv__(self, other: Any) -> Scores:
-        self._scale /= float(other)
-        return self
+        return self._scaled(1 / float(other))
 
     def __mul__(self, other: Any) -> Scores:
         if isinstance(other, torch.Tensor) and other.dim():  # of zeros and ones
             return self + other
-        self._scale *= float(other)
+        return self._scaled(float(other))
+
+    def _scaled(self, factor: float) -> Scores:
+        self._scale *= factor
+        if self._slope_scale is not None:
+            self._slope_scale *= factor
         return self
 
     def __add__(self, mask: Any) -> Scores:
+        """Of a mask, or of a bias of each head."""
         if mask.dim() > 2 and mask.shape[-3] != 1:
-            raise Unservable("adds a bias of each head to its scores")
+            if getattr(self._module, SLOPES, None) is None:
+                raise Unservable("adds a bias of each head to its scores")
+            self._slope_scale = 1.0
         return self
 
     __radd__, __itruediv__, __imul__, __iadd__ = __add__, __truediv__, __mul__, __add__
@@ -83,9 +111,18 @@ class Scores:
         heads = [x if x.dim() == 4 else x[None] for x in (self._q, self._k.mT, values)]
         q, k, v = (x.to(values.dtype) for x in heads)
         out: torch.Tensor = getattr(self._module, HANDLER).attention(
-            self._module, q, k, v, None, scaling=self._scale
-        )
+            self._module, q, k, v, None, scaling=self._scale,
+            sliding_window=_window(self._module), slopes=self._slopes(),
+        )  # fmt: skip
         return out.transpose(1, 2).reshape(*self.shape[:-1], values.shape[-1])
+
+    def _slopes(self) -> torch.Tensor | None:
+        if self._slope_scale is None or self.device.type != "meta":  # a step knows them already
+            return None
+        return torch.tensor(getattr(self._module, SLOPES)) * self._slope_scale
+
+    def masked_fill(self, *_: Any) -> Scores:
+        return self
 
     def view(self, *shape: int) -> Scores:
         self.shape = torch.Size(shape)
@@ -115,9 +152,22 @@ class _Products(TorchFunctionMode):
         are_activations = all(isinstance(x, torch.Tensor) and x.dim() > 2 for x in args[:2])
         if function in PRODUCTS and are_activations:
             return Scores(self._module, *args[:2])
-        if function is torch.baddbmm:  # to zeros
-            return Scores(self._module, *args[1:3]) * (named or {}).get("alpha", 1.0)
+        if function in (torch.baddbmm, torch.Tensor.baddbmm):
+            return self._sum(*args, **(named or {}))
         return function(*args, **(named or {}))
+
+    def _sum(
+        self,
+        bias: torch.Tensor,
+        batch1: torch.Tensor,
+        batch2: torch.Tensor,
+        *,
+        beta: float = 1.0,
+        alpha: float = 1.0,
+    ) -> Scores:
+        """Of a bias of each head, or of memory that was not written (beta 0)."""
+        scores = Scores(self._module, batch1, batch2) * alpha
+        return scores + bias if beta and getattr(self._module, SLOPES, None) is not None else scores
 
 
 class _LegacyAttention(nn.Module):
@@ -126,10 +176,12 @@ class _LegacyAttention(nn.Module):
             return super().forward(*args, **named)
 
 
-def replace_attention(model: nn.Module) -> None:
+def replace_attention(model: Any) -> None:
     """Of a model of one of the LEGACY classes."""
+    slopes = _alibi_slopes(model)
     for module in list(_attention_modules(model)):
         module.__class__ = type(type(module).__name__, (_LegacyAttention, type(module)), {})
+        setattr(module, SLOPES, slopes)
 
 
 def _attention_modules(model: nn.Module) -> Iterator[nn.Module]:
@@ -138,3 +190,25 @@ def _attention_modules(model: nn.Module) -> Iterator[nn.Module]:
         named = [each for each in module.modules() if type(each).__name__.endswith("Attention")]
         if named == [module]:
             yield module
+
+
+def _alibi_slopes(model: Any) -> list[float] | None:
+    """By head, of a class with ALiBi: what its own function adds for a distance of one."""
+    code, num_heads = sys.modules[type(model).__module__], model.config.num_attention_heads
+    if hasattr(code, "build_mpt_alibi_tensor"):
+        bias = code.build_mpt_alibi_tensor(num_heads, 2)
+    elif hasattr(code, "build_alibi_tensor"):
+        ones = torch.ones(1, 2, dtype=torch.int64)
+        bias = code.build_alibi_tensor(ones, num_heads, torch.float32)
+    else:
+        return None
+    slopes: list[float] = (bias[:, 0, 1] - bias[:, 0, 0]).tolist()
+    return slopes
+
+
+def _window(module: Any) -> int | None:
+    """GPT-Neo's, of its local layers."""
+    if getattr(module, "attention_type", None) != "local":
+        return None
+    window: int = module.config.window_size
+    return window

@@ -44,7 +44,13 @@ class WeightNames:
         self._model = model
         self._folder = folder
         self.aliases: dict[str, str | None] = {}
+        self._transforms = get_model_conversion_mapping(model)  # of towers, too
+        self._left_out: set[str] = set()
         self._read: list[tuple[Conversion, dict[str, list[torch.Tensor]]]] = []
+
+    def leave_out(self, prefix: str, tower: Any) -> None:
+        """Ignore a checkpoint's tensors of this module, which the model is to lose."""
+        self._left_out |= {f"{prefix}.{name}" for name in tower.state_dict()}
 
     def loads(self) -> Iterator[Load]:
         """By the names of the checkpoint; where there is none, by the model's."""
@@ -94,11 +100,11 @@ class WeightNames:
     ) -> tuple[dict[str, str], list[Conversion]]:
         """The checkpoint's names by what becomes of them: name -> weight, and conversions. What the
         model ignores, and the copies of tied weights, are `aliases`."""
-        transforms = get_model_conversion_mapping(self._model)
-        renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-        converters = [one for one in transforms if isinstance(one, WeightConverter)]
+        renamings = [one for one in self._transforms if isinstance(one, WeightRenaming)]
+        converters = [one for one in self._transforms if isinstance(one, WeightConverter)]
         by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-        prefix, known = self._model.base_model_prefix, dict.fromkeys([*weights, *twins], True)
+        prefix, known = self._model.base_model_prefix, dict.fromkeys(weights, True)
+        known |= dict.fromkeys([*twins, *self._left_out], True)
         ignored = [*(self._model._keys_to_ignore_on_load_unexpected or ())]
         plain: dict[str, str] = {}
         copies: dict[str, str] = {}
@@ -107,6 +113,9 @@ class WeightNames:
             target, pattern = rename_source_key(name, renamings, converters, prefix, known)
             if target not in known and name in known:
                 target, pattern = rename_source_key(name, [], [], prefix, known)
+            if target in self._left_out:
+                self.aliases[name] = None
+                continue
             if target not in known:
                 if any(re.search(one, name) or re.search(one, target) for one in ignored):
                     self.aliases[name] = None

@@ -22,17 +22,16 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from tiny_configs import BY_CLASS, VOCAB_SIZE, random_model, small_config, tiny_config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from asyncllm import LLM, SamplingParams
 from asyncllm.attention.cache_spec import CacheLayout
 from asyncllm.config import EngineArgs
 from asyncllm.errors import ModelLoadError
-from asyncllm.model_config import ARCHITECTURES
+from asyncllm.model_config import ARCHITECTURES, UNSERVED
 from asyncllm.models.registry import settle
 
-VOCAB_SIZE = 97
 NUM_TOKENS = 12
 TOLERANCE = 1e-3
 SECONDS = 90  # for one class
@@ -42,85 +41,6 @@ REGIME: dict[str, Any] = {
     "block_size": 4, "max_num_seqs": 7, "swap_space": 0,
     "max_num_batched_tokens": 9, "preemption_mode": "recompute", "max_model_len": 60,
 }  # fmt: skip
-# Whatever a configuration calls them; those that it has not are left out.
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-    "max_position_embeddings": 64, "sliding_window": 8, "layer_types": None, "bos_token_id": None,
-    "eos_token_id": None, "pad_token_id": None, "num_experts": 4, "n_routed_experts": 4,
-    "num_local_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2, "moe_topk": 2,
-    "moe_k": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
-    "shared_expert_intermediate_size": 16, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1, "expert_ffn_hidden_size": 16, "zero_expert_num": 2,
-    "ffn_hidden_size": 48, "shared_intermediate_size": 16, "q_lora_rank": 16, "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "embedding_size": 32,
-    "embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "dropout": 0.0,
-    "word_embed_proj_dim": 32, "ffn_dim": 48, "n_inner": 48, "num_kv_heads": 2,
-    "query_pre_attn_scalar": 8, "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": VOCAB_SIZE, "global_head_dim": 16, "num_kv_shared_layers": 0,
-    "laurel_rank": 8, "decoder_layers": 3, "encoder_layers": 3, "decoder_ffn_dim": 48,
-    "encoder_ffn_dim": 48, "decoder_attention_heads": 4, "encoder_attention_heads": 4,
-    "is_decoder": True,
-}  # fmt: skip
-
-
-# What some classes check, tried in this order.
-VARIANTS: list[dict[str, Any]] = [
-    {},
-    {"num_key_value_heads": 4},
-    {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2},
-    {"num_key_value_heads": 4, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2},
-    {"rotary_dim": 4, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_inner": None},
-    {"num_hidden_layers": 4, "rotary_dim": 4, "num_key_value_heads": 4, "full_attn_idxs": None},
-]
-
-
-def tiny_config(architecture: str, **changes: Any) -> Any:
-    """Of the first variant that runs. Raises what the configuration or the model does of none."""
-    problem: Exception | None = None
-    for variant in VARIANTS:
-        try:
-            config = small_config(architecture, variant | changes)
-            with torch.inference_mode():
-                random_model(config, architecture)(input_ids=torch.arange(3, 9)[None])
-            return config
-        except Exception as error:  # of no common base
-            problem = problem or error
-    assert problem is not None
-    raise problem
-
-
-def small_config(architecture: str, changes: dict[str, Any]) -> Any:
-    model_type = next(t for t, c in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if c == architecture)
-    model_class = getattr(transformers, architecture)
-    config_class = model_class.config_class or CONFIG_MAPPING[model_type]
-    if "text_config" in config_class().to_dict():
-        inner = type(config_class().get_text_config())
-        return config_class(text_config=_sizes(inner, changes), tie_word_embeddings=False)
-    return config_class(**_sizes(config_class, changes))
-
-
-def _sizes(config_class: Any, changes: dict[str, Any]) -> dict[str, Any]:
-    known = {*config_class().to_dict(), *config_class.attribute_map}
-    sizes = {name: value for name, value in SIZES.items() if name in known}
-    if "qk_rope_head_dim" in known:  # which then is the head_dim of what rotates
-        sizes.pop("head_dim", None)
-    if "kv_lora_rank" in known:  # keys of every head come from the latent
-        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
-    return sizes | {name: value for name, value in changes.items() if name in known}
-
-
-def random_model(config: Any, architecture: str) -> Any:
-    torch.manual_seed(0)
-    model = getattr(transformers, architecture)._from_config(config, dtype=torch.float32).eval()
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter), alpha=0.1)
-            else:
-                parameter.normal_(0.0, 0.12)
-    return model
 
 
 def make_prompts() -> list[list[int]]:
@@ -198,20 +118,45 @@ def examine(architecture: str) -> tuple[str, str]:
     """(verdict, details) of one class."""
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+    if architecture in UNSERVED and (found := refusal(architecture)) is not None:
+        return found
     try:
         config = tiny_config(architecture)
-    except Exception as error:
-        return "no tiny configuration", f"{type(error).__name__}: {error}"
+    except Exception as error:  # of no common base
+        return refusal(architecture) or (
+            "no tiny configuration",
+            f"{type(error).__name__}: {error}",
+        )
     try:
         with tempfile.TemporaryDirectory() as folder:
             worst = compare(architecture, config, Path(folder))
     except ModelLoadError as error:
-        return "refused", str(error).partition("config.json: ")[2] or str(error)
+        return "refused", _reason(error)
     except Exception as error:
         return "failed", f"{type(error).__name__}: {error}"
     if worst > TOLERANCE:
         return "wrong", f"{worst:.2g}"
     return ("native" if architecture in ARCHITECTURES else "by backend"), f"{worst:.2g}"
+
+
+def refusal(architecture: str) -> tuple[str, str] | None:
+    """Of a class whose configuration alone is refused; None where it is not, or there is none."""
+    try:
+        config = small_config(architecture, BY_CLASS.get(architecture, {}))
+    except Exception:  # of no common base
+        config = getattr(transformers, architecture).config_class()
+    config.architectures = [architecture]
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        try:
+            num_groups(Path(folder))
+        except ModelLoadError as error:
+            return "refused", _reason(error)
+    return None
+
+
+def _reason(error: ModelLoadError) -> str:
+    return str(error).partition("config.json: ")[2] or str(error)
 
 
 def _child(architecture: str, results: Any) -> None:
@@ -263,7 +208,11 @@ def markdown(rows: dict[str, tuple[str, str]]) -> str:
 def _cells(name: str, verdict: str, details: str) -> str:
     if verdict in SERVED:
         return f"{SERVED[verdict]} | "
-    reason = details.replace(f"architectures {name!r} ", "").removesuffix(", which is not served")
+    reason = (
+        details.replace(f"architectures {name!r} ", "")
+        .removesuffix(", which is not served")
+        .removesuffix(": not served")
+    )
     return f"- | {verdict}: {' '.join(reason.replace('|', '/').split())[:160]}"
 
 

@@ -229,6 +229,9 @@ def _model(engine_args: EngineArgs) -> Iterator[Finding]:
     state: State = "note" if fallback else "ok"
     implementation = config.model.implementation
     yield from (name, Finding("model", "implementation", implementation, state, fallback), *found)
+    if left_out := getattr(model, "left_out", ()):
+        text = f"text alone, without {', '.join(left_out)}"
+        yield Finding("model", "towers", text, "note", "images and sound are not served")
     if kernels.nothing_to_build(config) is None:
         modules = kernels.modules_of(config)
         absent = [module.name for module in modules if not module.is_built]
@@ -313,6 +316,8 @@ def _attention(config: Any, layers: Sequence[Any]) -> Iterator[Finding]:
         if capability not in balanced_decode.KERNEL.capabilities:
             limit = f"compute capability {capability}"
         kernel = "paged_decode" if limit else "balanced_decode"
+        if layer.latent_dim is not None:
+            kernel, limit = "latent_attention", "latents"
         reason = f"balanced_decode does not do {limit}" if limit else ""
         alike = [index for index, other in kinds.number_of.items() if other == number]
         text = f"{kernel} decodes {len(alike)} layers like layer {layer.index}"

@@ -35,7 +35,8 @@ GROUPS: dict[str, tuple[str, str]] = {
         device attention_backend enforce_eager cuda_graph_sizes prefill_graph_sizes watchdog_timeout
         """),
     "ranks": ("several devices for one model", """
-        tensor_parallel_size enable_expert_parallel distributed_timeout_seconds
+        tensor_parallel_size pipeline_parallel_size enable_expert_parallel
+        distributed_timeout_seconds
         data_parallel_size data_parallel_backend
         """),
     "server": ("where it listens, limits, the page", """

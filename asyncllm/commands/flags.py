@@ -25,6 +25,7 @@ SHORT = {
     "quantization": ("-q",),
     "tensor_parallel_size": ("-tp",),
     "data_parallel_size": ("-dp",),
+    "pipeline_parallel_size": ("-pp",),
     "enable_expert_parallel": ("-ep",),
 }
 _MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}

@@ -24,7 +24,6 @@ ANY = "*"
 REMOTE_CODE = "trust-remote-code"
 # The short names of those that a command line is likely to have.
 SHORT = {
-    "-pp": "pipeline-parallel-size",
     "-asc": "api-server-count",
     "-cc": "compilation-config",
     "-ac": "attention-config",
@@ -70,8 +69,7 @@ ROWS: tuple[tuple[Status, str, str], ...] = (
     ("other name", "--log-level and --log-format", "log-config-file"),
     ("other name", "the environment's HF_TOKEN", "hf-token"),
     ("other name", "--tokenizer ORG/NAME@REVISION", "tokenizer-revision"),
-    ("not yet", "GPUs are divided by --tensor-parallel-size and --data-parallel-size alone", """
-        pipeline-parallel-size=1
+    ("not yet", "there are --tensor-, --pipeline- and --data-parallel-size", """
         data-parallel-size-local=1 prefill-context-parallel-size=1 decode-context-parallel-size=1
         all2all-backend cp-kv-cache-interleave-size=1
         dcp-kv-cache-interleave-size=1 dcp-comm-backend device-ids+ data-parallel-address

@@ -1,9 +1,8 @@
 """The engine's public face inside an asyncio application; `EngineCore` does the work.
 
 One event loop: every method is called on the loop that ran `start`. It installs no signal handler,
-starts no process but the further ranks of `tensor_parallel_size` and the engines of
-`data_parallel_size`, which need no `__main__` guard, and after `aclose` leaves no process, no
-thread and no device memory.
+starts no process unless `data_parallel_size` or ranks that share the model ask for several, and
+after `aclose` leaves no process, no thread and no device memory. No `__main__` guard is needed.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def _start_worker(
     config: EngineConfig, *, progress: bool, imported: Callable[[], object]
 ) -> Worker:
     """Rank 0's worker, and where ranks share the model their processes. Raises as `Worker`."""
-    if config.mesh.tp == 1:
+    if config.mesh.size == 1:
         return Worker(config, progress=progress, imported=imported)
     config, _ = settle(config)  # what no rank can do is said before there are processes
     group = WorkerGroup(config)

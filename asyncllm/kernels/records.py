@@ -43,10 +43,12 @@ class AttentionLayer:
     """The constants of one layer's attention. `window` counts the tokens seen, itself included.
 
     soft_cap: scores become soft_cap * tanh(scores / soft_cap). sinks: [num_heads], a score of each
-    head that takes part in the softmax and has no value. latent_dim: there is one KV head, a latent
-    vector of which q's heads see all of head_dim as their key and the first latent_dim entries as
-    their value (MLA, with the projections from the latent to keys and values done on q and on the
-    output); pages hold it once. The output's entries behind latent_dim are zeros.
+    head that takes part in the softmax and has no value. slopes: float32 [num_heads]: to each score
+    is added the head's slope times key position minus query position (ALiBi). latent_dim: there is
+    one KV head, a latent vector of which q's heads see all of head_dim as their key and the first
+    latent_dim entries as their value (MLA, with the projections from the latent to keys and values
+    done on q and on the output); pages hold it once. The output's entries behind latent_dim mean
+    nothing.
     """
 
     index: int
@@ -58,6 +60,7 @@ class AttentionLayer:
     head_norm: HeadNorm | None = None
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
     latent_dim: int | None = None
 
 

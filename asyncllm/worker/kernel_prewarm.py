@@ -28,7 +28,7 @@ from asyncllm.models.base import CausalLM
 from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.parallel.mesh import Alone
 from asyncllm.models.quantization.select import is_quantized
-from asyncllm.models.registry import model_without_memory
+from asyncllm.models.registry import keeps_latents, model_without_memory
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.kernels import SlotKernels, has_fast_ops
 from asyncllm.worker.packed_step import NO_FEATURE
@@ -43,7 +43,8 @@ ANY_LENGTH = 16  # of the context: no kernel that is compiled early knows it
 def early_start(config: EngineConfig, device: torch.device) -> Start:
     """Before the model is built: by one without memory."""
     dtype, mesh = getattr(torch, config.dtype), Alone(config.mesh)
-    model = model_without_memory(config.model, dtype, ANY_LENGTH, mesh=mesh)
+    latents = keeps_latents(config, _backend(config, device))
+    model = model_without_memory(config.model, dtype, ANY_LENGTH, latents, mesh)
     return start_of(config, model, device)
 
 
@@ -61,16 +62,19 @@ def start_of(config: EngineConfig, model: CausalLM, device: torch.device) -> Sta
         sizes=DenseShape.of(config.model),
         is_dense=isinstance(model, DenseDecoder)
         and model.is_plain
-        and config.mesh.tp == 1
+        and config.mesh.size == 1
         and not is_quantized(config.model),
-        attention_backend=resolve_backend(
-            config.attention_backend, device, is_fp8=config.kv_cache_dtype != config.dtype
-        ),
+        attention_backend=_backend(config, device),
         has_fast_ops=has_fast_ops(device, dtype),
         captures_prefills=is_captured and bool(config.prefill_graph_sizes),
         free_decode_sizes=config.cuda_graph_sizes if is_free else (),
         new_state=lambda num_pages, vocab_size: DeviceState(1, num_pages, vocab_size, device),
     )
+
+
+def _backend(config: EngineConfig, device: torch.device) -> str:
+    is_fp8 = config.kv_cache_dtype != config.dtype
+    return resolve_backend(config.attention_backend, device, is_fp8=is_fp8)
 
 
 class KernelPrewarm:

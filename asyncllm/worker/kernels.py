@@ -122,7 +122,7 @@ def make_executor(device: torch.device, rank: int = 0) -> Executor:
 
 def share_tokens(sample: SampleSlots, mesh: Mesh) -> SampleSlots:
     """Rank 0 samples, and all ranks' slots move on to its tokens; one rank's is as it was."""
-    if mesh.config.tp == 1:
+    if mesh.config.size == 1:
         return sample
 
     def sample_and_tell(

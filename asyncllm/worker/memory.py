@@ -149,7 +149,7 @@ def plan_memory(
     max_model_len = min(model_len, fits)
     return MemoryPlan(
         num_pages,
-        num_host_pages,
+        mesh.least(num_host_pages),
         max_model_len,
         groups,
         num_snapshots,
@@ -183,7 +183,7 @@ def _cache_bytes(config: EngineConfig, peak_bytes: int, device: torch.device) ->
             reserve += peak_bytes * largest // config.max_num_batched_tokens
         return int(allowed - peak_bytes - reserve)
     ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(ram * CPU_KV_SHARE / config.mesh.tp)
+    return int(ram * CPU_KV_SHARE / config.mesh.size)
 
 
 def host_rows(config: EngineConfig, layout: CacheLayout, states: StateLayout) -> tuple[int, int]:
@@ -245,7 +245,7 @@ def kv_scales(model: CausalLM, config: EngineConfig, device: torch.device) -> KV
         model_len = config.max_model_len or config.model.context_window
         dtype: torch.dtype = getattr(torch, config.kv_cache_dtype)
         return measured_scales(model, config.model, dtype, model_len, device)
-    return stored_scales(config.model, len(model.attention_layers))
+    return stored_scales(config.model, config.mesh.layers(config.model.num_layers))
 
 
 def time_prefill_on_cpu(model: CausalLM, config: EngineConfig) -> float:

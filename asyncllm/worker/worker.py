@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,6 +22,7 @@ from asyncllm.attention.state_cache import StateLayout
 from asyncllm.config import EngineConfig
 from asyncllm.kernels import persistent_decode
 from asyncllm.kernels.declaration import Launch
+from asyncllm.mesh_config import MeshConfig
 from asyncllm.models.base import CausalLM
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.layers.ops import Ops
@@ -95,6 +97,8 @@ class Worker:
             kv_dtype = getattr(torch, config.kv_cache_dtype)
             layout = CacheLayout(layers, config.block_size, kv_dtype)
             state_layout = StateLayout(model.state_layers)
+            if config.mesh.pp > 1:
+                _check_stages(config, kv_dtype)
         self.device = torch.device(config.device)
         self.backend_name = resolve_backend(
             config.attention_backend, self.device, is_fp8=config.kv_cache_dtype != config.dtype
@@ -249,7 +253,8 @@ class Worker:
         without the weights is, meanwhile."""
         config = self._config
         model_len = config.max_model_len or config.model.context_window
-        latents = keeps_latents(config)  # as of the layout, whatever could be imported since
+        backend = resolve_backend(config.attention_backend, self.device)
+        latents = keeps_latents(config, backend)  # as of the layout
         model = build_model(
             config.model, self._dtype, self.device, ops, model_len, lora, latents, self._mesh
         )
@@ -258,7 +263,7 @@ class Worker:
                 raise ValueError("enable_lora: this model's own code takes no adapters")
             lora.allocate()
         # One row, whose GEMMs are other kernels; weights may be missing.
-        if config.mesh.tp == 1:  # of several ranks a thread's calls would meet others of the mesh
+        if config.mesh.size == 1:  # of several ranks a thread's calls would meet others of the mesh
             early.begin(
                 lambda: model.compute_logits(forward_without_attention(model, 1, self.device))
             )
@@ -269,7 +274,7 @@ class Worker:
 
     def _warm_up(self, state: DeviceState, kernels: SlotKernels, early: KernelPrewarm) -> None:
         """On the current stream, and in the threads of what else is to be compiled."""
-        if isinstance(self._executor, StreamExecutor) and self._config.mesh.tp == 1:
+        if isinstance(self._executor, StreamExecutor) and self._config.mesh.size == 1:
             slots = torch.zeros(1, dtype=torch.int32, device=self.device)  # the padding slot
             early.begin(partial(self.runner.decode_step, slots, 1), self._executor.stream)
         for num_tokens in WARM_UP_TOKENS if self.device.type == "cuda" else (1,):
@@ -308,3 +313,15 @@ class Worker:
         start = time.perf_counter()
         yield
         self.phases[name] = time.perf_counter() - start
+
+
+def _check_stages(config: EngineConfig, kv_dtype: torch.dtype) -> None:
+    """Rank 0 plans pages for all stages: they must have the same cache groups. Raises `ValueError`
+    for a model of which they may not."""
+    _, model = settle(replace(config, mesh=MeshConfig()))
+    layout = CacheLayout(model.attention_layers, config.block_size, kv_dtype)
+    if layout.num_groups > 1:
+        raise ValueError(
+            f"pipeline_parallel_size {config.mesh.pp}: {config.model.architecture} has layers of "
+            f"{layout.num_groups} cache groups, and stages must have one"
+        )

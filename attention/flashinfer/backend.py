@@ -196,6 +196,7 @@ class FlashInferAttention:
                 soft_cap=layer.soft_cap,
                 sinks=layer.sinks,
                 kv_scales=cache.scales_of(layer.index),
+                slopes=layer.slopes,
             )
 
         return decode

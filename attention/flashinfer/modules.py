@@ -17,7 +17,7 @@ import torch
 
 from asyncllm.attention.base import AttentionLayer
 from asyncllm.attention.flashinfer.api import jit
-from asyncllm.attention.flashinfer.prefill import prefill_backend
+from asyncllm.attention.flashinfer.prefill import position_mode, prefill_backend
 from asyncllm.attention.layer_kinds import LayerKinds
 
 PARALLEL_BUILDS = 4  # each runs its own compilers side by side
@@ -62,12 +62,12 @@ def modules_for(
     if jit is None:
         return []
     specs: dict[str, Any] = {}  # by name, with and without a window: which one matters to no module
-    for layer in LayerKinds(layers).layers:
+    for layer in LayerKinds([each for each in layers if each.latent_dim is None]).layers:
         dim, has_window = layer.head_dim, layer.window is not None
         spec = jit.gen_batch_prefill_module(
             prefill_backend(capability, layer, kv_dtype.itemsize == 1), dtype, kv_dtype, dtype,
-            torch.int32,
-            dim, dim, 0, has_window, layer.soft_cap is not None, False,
+            torch.int32, dim, dim, position_mode(layer), has_window, layer.soft_cap is not None,
+            False,
         )  # fmt: skip
         specs[spec.name] = spec
     return [Module(spec) for spec in specs.values()]

@@ -13,33 +13,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 
 from asyncllm.attention.base import AttendRows, AttentionLayer, PrefillRows
 from asyncllm.attention.flashinfer import api
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.layer_kinds import LayerKinds
+from asyncllm.attention.uploaded_rows import Rows, RowsUpload
 
 WORKSPACE_BYTES = 8 << 20  # for a plan, as the wrapper has it
 MASK_CAUSAL = 1  # flashinfer.utils.MaskMode
 LAYOUT_NHD = 0  # flashinfer.utils.TensorLayout
 LN_2 = math.log(2)
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Tensors of a step's rows, int32, all in pinned memory or all on the device."""
-
-    pages: torch.Tensor  # of all cache groups, one after another
-    query_indptr: torch.Tensor
-    page_indptr: torch.Tensor
-    last_page_lens: torch.Tensor
-    kv_lens: torch.Tensor
 
 
 # (layer, its keys and values, [pages, block_size, kv_heads, head_dim] each)
@@ -63,21 +52,10 @@ class PrefillPlan:
         self._kinds = kinds
         dtype = dtype or cache.layers[0].dtype
         self._kernels = [kernel(layer, cache, workspace, dtype) for layer in kinds.layers]
-        self._device = workspace.device
-        self._allocate(1 << 12)
+        self._upload = RowsUpload(cache.block_size, workspace.device)
 
     def prepare(self, rows: PrefillRows) -> None:
-        num_pages = np.diff(rows.page_indptr)
-        last_page_lens = rows.kv_lens - (num_pages - 1) * self._cache.block_size
-        host, device = self._upload(
-            [
-                rows.pages.reshape(-1),
-                rows.query_indptr,
-                rows.page_indptr,
-                last_page_lens,
-                rows.kv_lens,
-            ]
-        )
+        host, device = self._upload(rows)
         for kernel in self._kernels:
             kernel.plan(host, device)
 
@@ -90,21 +68,6 @@ class PrefillPlan:
             calls[number_of[layer.index]](layer, *keys_values[layer.index])
 
         return attend
-
-    def _allocate(self, size: int) -> None:
-        self._pinned = torch.empty(size, dtype=torch.int32, pin_memory=True)
-        self._on_device = torch.empty(size, dtype=torch.int32, device=self._device)
-
-    def _upload(self, arrays: list[np.ndarray]) -> tuple[Rows, Rows]:
-        """One copy for all, from memory that the next `prepare` overwrites."""
-        sizes = [len(array) for array in arrays]
-        total = sum(sizes)
-        if total > len(self._pinned):
-            self._allocate(2 * total)
-        np.concatenate(arrays, out=self._pinned.numpy()[:total], casting="same_kind")
-        host, device = self._pinned[:total], self._on_device[:total]
-        device.copy_(host, non_blocking=True)
-        return Rows(*host.split(sizes)), Rows(*device.split(sizes))
 
 
 class PrefillModule:
@@ -127,7 +90,7 @@ class PrefillModule:
         self._backend = _backend(layer, device, cache.is_fp8)
         self._module = api.get_batch_prefill_module(
             self._backend, dtype, cache.layers[0].dtype, dtype, torch.int32,
-            layer.head_dim, layer.head_dim, 0, layer.window is not None,
+            layer.head_dim, layer.head_dim, position_mode(layer), layer.window is not None,
             layer.soft_cap is not None, False,  # no f16 products
         )  # fmt: skip
         if lists is None:
@@ -167,7 +130,7 @@ class PrefillModule:
         after = (
             rows.last_page_lens, out, lse, MASK_CAUSAL, LAYOUT_NHD, _window_left(self._layer),
             self._pdl,
-            *[None] * 6,  # custom masks, ALiBi, several items in a row
+            *[None] * 2, self._layer.slopes, *[None] * 3,  # no custom masks, no items in a row
             self._layer.soft_cap or 0.0,
         )  # fmt: skip
         last = (*[None] * 3, 1.0, 1e4, 0, 0)  # scales of FA3, rotation and items, unused
@@ -195,6 +158,11 @@ class PublicWrapper:
         workspace: torch.Tensor,
         dtype: torch.dtype,
     ) -> None:
+        if layer.slopes is not None:  # these calls have only those that they make themselves
+            raise ValueError(
+                f"attention_backend flashinfer does slopes (ALiBi) with version "
+                f"{api.TESTED_VERSION} alone: pass torch"
+            )
         self._layer = layer
         self._block_size = cache.block_size
         self._cache, self._dtype = cache, dtype
@@ -249,12 +217,18 @@ def _finish(
         out.mul_((lse * LN_2 - layer.sinks).sigmoid_().unsqueeze(-1))
 
 
+def position_mode(layer: AttentionLayer) -> int:
+    """flashinfer.utils.PosEncodingMode: none, or ALiBi."""
+    return 0 if layer.slopes is None else 2
+
+
 def prefill_backend(
     capability: tuple[int, int], layer: AttentionLayer, is_fp8: bool = False
 ) -> str:
     """FlashInfer's name of the kernel for such layers, and pages. FA3 has soft caps, too, but a
     module of it takes ten times as long to compile as one of FA2; of FP8 it wants queries, too."""
-    is_plain = layer.window is None and layer.soft_cap is None and not is_fp8
+    is_plain = layer.window is None and layer.soft_cap is None and layer.slopes is None
+    is_plain = is_plain and not is_fp8
     return "fa3" if capability[0] == 9 and is_plain else "fa2"
 
 

@@ -55,7 +55,7 @@ class ExpertsShape:
             experts = mesh.share(self.num_experts, "the number of experts")
         else:
             size = mesh.share(self.size, "the size of an expert")
-            has_down_bias = mesh.rank == 0
+            has_down_bias = mesh.place == 0
         return ExpertsShare(self.num_experts, experts, self.size, size, has_down_bias)
 
 
@@ -121,7 +121,7 @@ class UnquantizedExpertsMethod:
         self, shape: ExpertsShape, weights: Weights, x: Normed, routed: Routed
     ) -> torch.Tensor:
         if self.mesh.by_expert:
-            routed = _own(routed, shape.share(self.mesh).experts)
+            routed = own_experts(routed, shape.share(self.mesh).experts)
         return self.ops.experts(x, _record(shape, weights), routed)
 
 
@@ -130,12 +130,19 @@ def _record(shape: ExpertsShape, weights: Weights) -> ExpertWeights:
     return ExpertWeights(weights["gate_up"], weights["down"], *biases, shape.activation)
 
 
-def _own(routed: Routed, experts: slice) -> Routed:
-    """By their places on this rank. Others count nothing; which they become is spread, so that no
-    expert gets them all."""
-    ids, num_own = routed.ids - experts.start, experts.stop - experts.start
-    is_own = (ids >= 0) & (ids < num_own)
-    return Routed(ids.remainder(num_own), routed.gates.masked_fill(~is_own, 0))
+def own_experts(routed: Routed, experts: slice) -> Routed:
+    """Each token's experts of this rank, by their places here. As shapes may not depend on how many
+    these are, others fill up the rows, with gates of 0: all of a row stay different."""
+    num_own, top_k = experts.stop - experts.start, routed.ids.shape[1]
+    places = routed.ids.long() - experts.start
+    is_own = (places >= 0) & (places < num_own)
+    first = is_own.int().argsort(dim=1, descending=True, stable=True)[:, : min(top_k, num_own)]
+    places, is_own, gates = (each.gather(1, first) for each in (places, is_own, routed.gates))
+    taken = torch.zeros(len(places), num_own + 1, dtype=torch.int32, device=places.device)
+    taken.scatter_(1, places.masked_fill(~is_own, num_own), 1)
+    free = taken[:, :num_own].argsort(dim=1, stable=True)  # those that are not taken come first
+    fillers = free.gather(1, ((~is_own).cumsum(dim=1) - 1).clamp_(min=0))
+    return Routed(torch.where(is_own, places, fillers), gates.masked_fill(~is_own, 0))
 
 
 def load_each(gate: str, up: str, down: str) -> LoadExperts:

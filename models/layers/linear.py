@@ -48,7 +48,7 @@ class Linear:
         names = {f"{prefix}.{part}": size for part, size in parts.items()}
         shard, self._reduce = WHOLE, None
         if build.mesh.config.tp > 1 and columns is not None:
-            shard = Shard(columns=columns, has_bias=build.mesh.config.rank == 0)
+            shard = Shard(columns=columns, has_bias=build.mesh.config.place == 0)
             self._reduce = build.mesh.reduce
         elif build.mesh.config.tp > 1 and rows is not None:
             shard = Shard({f"{prefix}.{part}": ranges for part, ranges in rows.items()})

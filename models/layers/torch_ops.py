@@ -6,6 +6,8 @@ rounded before the multiplication by its weight.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -71,20 +73,36 @@ def grouped_experts(x: torch.Tensor, weights: ExpertWeights, routed: Routed) -> 
 
     Where an expert's rows end is known on the device alone, so this can be captured.
     """
-    num_experts, top_k = len(weights.gate_up), routed.ids.shape[1]
+
+    def compute(rows: torch.Tensor, ends: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+        def product(
+            rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        ) -> torch.Tensor:
+            out = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+            return out if bias is None else out.add_(bias[expert_ids])
+
+        gated = swiglu(product(rows, weights.gate_up, weights.gate_up_bias), weights.activation)
+        return product(gated, weights.down, weights.down_bias)
+
+    return by_expert(x, routed, len(weights.gate_up), compute)
+
+
+def by_expert(
+    x: torch.Tensor,
+    routed: Routed,
+    num_experts: int,
+    compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """The sum of each token's experts by their gates: [T, hidden_size] -> the same shape.
+
+    compute: of rows sorted by expert [T * k, hidden_size], where each expert's rows end int32
+    [experts], and each row's expert.
+    """
+    top_k = routed.ids.shape[1]
     expert_ids, order = routed.ids.flatten().sort()  # [T * k]
     every = torch.arange(num_experts, dtype=expert_ids.dtype, device=x.device)
     ends = torch.searchsorted(expert_ids, every, right=True, out_int32=True)
-
-    def product(
-        rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        out = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
-        return out if bias is None else out.add_(bias[expert_ids])
-
-    rows = x[order.div(top_k, rounding_mode="floor")]
-    gated = swiglu(product(rows, weights.gate_up, weights.gate_up_bias), weights.activation)
-    out = product(gated, weights.down, weights.down_bias)
+    out = compute(x[order.div(top_k, rounding_mode="floor")], ends, expert_ids)
     unsorted = torch.empty_like(out)
     unsorted[order] = out
     gates = routed.gates.unsqueeze(1)  # [T, 1, k]

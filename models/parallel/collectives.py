@@ -43,54 +43,72 @@ class CollectiveMesh:
 
     Construction waits for all ranks. On CUDA a call enqueues on the current stream and may be
     captured. `num_calls` counts calls: on a CPU, finished ones, by which whoever supervises the
-    ranks sees that they get on. A rank that is gone ends the others' calls with a `RuntimeError`.
+    ranks sees that they get on; `num_common_calls` those that the ranks of all stages make. A rank
+    that is gone ends the others' calls with a `RuntimeError`.
     """
 
     def __init__(self, config: MeshConfig, store: Any, host: str, device: torch.device) -> None:
         self.config = config
-        self.num_calls = 0
+        self.num_calls = self.num_common_calls = 0
         self._device = device
         make = _nccl if device.type == "cuda" else _gloo
-        self._group = make(config, store, host)
+        self._all = self._stage = make(store, config.rank, config.size, host)
+        if config.pp > 1:
+            of_stage = _c10d.PrefixStore(f"stage {config.stage}", store)
+            self._stage = make(of_stage, config.place, config.tp, host)
         self.least(0)  # NCCL connects at the first call, which must not be a captured one
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        self._group.allreduce([x]).wait()
-        self.num_calls += 1
+        self._finish(self._stage.allreduce([x]))
         return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         rows, columns = x.shape
         every = x.new_empty(self.config.tp * rows, columns)
-        self._group._allgather_base(every, x.contiguous()).wait()
-        self.num_calls += 1
+        self._finish(self._stage._allgather_base(every, x.contiguous()))
         return every.view(-1, rows, columns).transpose(0, 1).reshape(rows, -1)
 
+    def send(self, x: torch.Tensor) -> None:
+        self._finish(self._all.send([x], self._neighbour(1), 0))
+
+    def receive(self, x: torch.Tensor) -> torch.Tensor:
+        self._finish(self._all.recv([x], self._neighbour(-1), 0))
+        return x
+
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        self._group.broadcast(x, 0).wait()
-        self.num_calls += 1
+        self._finish(self._all.broadcast(x, 0))
+        self.num_common_calls += 1
         return x
 
     def least(self, number: int) -> int:
         numbers = torch.tensor([number], device=self._device)
-        self._group.allreduce([numbers], _c10d.ReduceOp.MIN).wait()
-        self.num_calls += 1
+        self._finish(self._all.allreduce([numbers], _c10d.ReduceOp.MIN))
+        self.num_common_calls += 1
         return int(numbers)
+
+    def _neighbour(self, num_stages: int) -> int:
+        return (self.config.rank + num_stages * self.config.tp) % self.config.size
+
+    def _finish(self, call: Any) -> None:
+        call.wait()
+        self.num_calls += 1
 
     def close(self) -> None:
         """Ends calls that wait, with an error. From any thread."""
-        self._group.abort()
+        self._all.abort()
+        if self._stage is not self._all:
+            self._stage.abort()
 
 
-def _gloo(config: MeshConfig, store: Any, host: str) -> Any:
+def _gloo(store: Any, rank: int, num_ranks: int, host: str) -> Any:
     options = _c10d.ProcessGroupGloo._Options()
     options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = TIMEOUT
-    return _c10d.ProcessGroupGloo(store, config.rank, config.tp, options)
+    return _c10d.ProcessGroupGloo(store, rank, num_ranks, options)
 
 
-def _nccl(config: MeshConfig, store: Any, host: str) -> Any:
+def _nccl(store: Any, rank: int, num_ranks: int, host: str) -> Any:
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # no NVLink multicast, whatever the machine has
     options = _c10d.ProcessGroupNCCL.Options()
     options._timeout = TIMEOUT
-    return _c10d.ProcessGroupNCCL(store, config.rank, config.tp, options)
+    return _c10d.ProcessGroupNCCL(store, rank, num_ranks, options)

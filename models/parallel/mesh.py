@@ -21,19 +21,27 @@ class Mesh(Protocol):
     def config(self) -> MeshConfig: ...
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' tensors, in place; equal to the last bit on all of them."""
+        """The sum of the stage's tensors, in place; equal to the last bit on all its ranks."""
         ...
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, n] -> [rows, ranks * n], in the order of the ranks."""
+        """[rows, n] -> [rows, tp * n], in the order of the stage's ranks."""
+        ...
+
+    def send(self, x: torch.Tensor) -> None:
+        """To the rank of this place in the next stage; from the last stage to the first."""
+        ...
+
+    def receive(self, x: torch.Tensor) -> torch.Tensor:
+        """What the rank of this place in the stage before sends, into x."""
         ...
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank 0's tensor, in place."""
+        """Rank 0's tensor, in place, on the ranks of all stages."""
         ...
 
     def least(self, number: int) -> int:
-        """Of all ranks' numbers. Waits for the device."""
+        """Of the numbers of the ranks of all stages. Waits for the device."""
         ...
 
     def close(self) -> None:
@@ -49,6 +57,12 @@ class Alone:
         return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def send(self, x: torch.Tensor) -> None:
+        """There is no other stage."""
+
+    def receive(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:

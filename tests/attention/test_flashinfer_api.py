@@ -89,7 +89,6 @@ def test_prefills_are_planned_for_each_kind_of_layers(
     """Full attention by FA3, a window by FA2: as modules where they are as tested."""
     fake, prefill = FakeFlashInfer(monkeypatch, version), import_ours("prefill")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(prefill.PrefillPlan, "_allocate", lambda self, size: None)  # pins memory
     cache = uniform_cache(
         num_layers=3, num_pages=5, block_size=16, num_kv_heads=2, head_dim=64,
         dtype=torch.bfloat16, device=torch.device("cpu"),

@@ -63,8 +63,8 @@ def test_what_is_accepted_changes_nothing(flag: VllmFlag) -> None:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size 2 is not served yet: GPUs"),
-        (["-pp", "2"], "--pipeline-parallel-size 2 is not served yet: GPUs"),
+        (["--decode-context-parallel-size=2"], "-size 2 is not served yet: there are --tensor-"),
+        (["-sc", "{}"], "--speculative-config {} is not served yet: no speculative"),
         (["--mamba_backend", "x"], "--mamba-backend x is not served yet: no state-space"),
         (["--no-enable-chunked-prefill"], "--enable-chunked-prefill off is not served yet"),
         (["--fully-sharded-loras"], "--fully-sharded-loras is not served yet: adapters have"),
@@ -113,14 +113,14 @@ def test_help_does_not_list_them(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse("--help=all")
     listed = capsys.readouterr().out
-    assert "--max-num-seqs" in listed and "--pipeline-parallel-size" not in listed
+    assert "--max-num-seqs" in listed and "--decode-context-parallel-size" not in listed
 
 
 def test_a_config_file_may_hold_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "flags.yaml"
-    file.write_text("pipeline-parallel-size: 1\nenable_lora: false\nport: 7\n")
+    file.write_text("decode-context-parallel-size: 1\nenable_lora: false\nport: 7\n")
     assert parse("tiny", "--config", str(file))[1].port == 7
-    file.write_text("pipeline-parallel-size: 2\n")
+    file.write_text("decode-context-parallel-size: 2\n")
     assert "is not served yet" in refused(capsys, "tiny", "--config", str(file))
 
 

@@ -16,7 +16,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-matrix = import_script(Path(__file__).parents[2] / "scripts" / "model_matrix.py")
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+matrix = import_script(SCRIPTS / "model_matrix.py")
+configs = import_script(SCRIPTS / "tiny_configs.py")
 ARGS: dict[str, Any] = {
     "num_gpu_blocks_override": 400, "max_num_seqs": 16, "max_num_batched_tokens": 64,
     "swap_space": 0, "dtype": "bfloat16", "model_impl": "transformers",
@@ -73,9 +75,9 @@ def test_captured_equals_eager_and_torch(
     architecture: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     pytest.importorskip("flashinfer")
-    config = matrix.tiny_config(architecture, **changes)
+    config = configs.tiny_config(architecture, **changes)
     with torch.inference_mode():
-        matrix.random_model(config, architecture).save_pretrained(tmp_path)
+        configs.random_model(config, architecture).save_pretrained(tmp_path)
     captured, startup = serve(tmp_path)
     assert startup["decode_graphs"] == 3, "it was not captured"
     eager, startup = serve(tmp_path, enforce_eager=True)

@@ -40,10 +40,12 @@ from tests.engine.test_against_transformers import (
 from tests.models.tiny_checkpoints import CONFIGS, random_reference
 from tests.script_module import import_script
 
-matrix = import_script(Path(__file__).parents[2] / "scripts" / "model_matrix.py")
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+matrix = import_script(SCRIPTS / "model_matrix.py")
+configs = import_script(SCRIPTS / "tiny_configs.py")
 CPU = torch.device("cpu")
 BACKEND = "transformers"
-GELU_LLAMA = matrix.small_config("LlamaForCausalLM", {"hidden_act": "gelu"})
+GELU_LLAMA = configs.small_config("LlamaForCausalLM", {"hidden_act": "gelu"})
 FAMILIES = (
     "BartForCausalLM",  # counts its positions itself
     "Cohere2ForCausalLM",  # a logit scale, layers without positions, windows
@@ -70,7 +72,7 @@ FAMILIES = (
 def test_families_equal_transformers(architecture: str, tmp_path: Path) -> None:
     """Batched, chunked, with prefix hits and preemption."""
     torch.set_num_threads(1)
-    config = matrix.tiny_config(architecture)
+    config = configs.tiny_config(architecture)
     assert matrix.compare(architecture, config, tmp_path, model_impl=BACKEND) < matrix.TOLERANCE
 
 
@@ -107,7 +109,7 @@ def test_native_families_by_the_backend_are_the_same(
 
 
 def write(folder: Path, architecture: str, **changes: Any) -> Path:
-    config = matrix.small_config(architecture, {}).to_dict()
+    config = configs.small_config(architecture, {}).to_dict()
     content = config | {"architectures": [architecture]} | changes
     (folder / "config.json").write_text(json.dumps(content))
     return folder
@@ -198,8 +200,8 @@ def test_windows_of_the_masks_and_pages_of_one_shape(tmp_path: Path) -> None:
 
 
 def test_tensors_that_are_missing_or_unknown_are_named(tmp_path: Path) -> None:
-    config = matrix.tiny_config("MixtralForCausalLM")
-    matrix.random_model(config, "MixtralForCausalLM").save_pretrained(tmp_path)
+    config = configs.tiny_config("MixtralForCausalLM")
+    configs.random_model(config, "MixtralForCausalLM").save_pretrained(tmp_path)
     tensors = load_file(tmp_path / SINGLE_FILE)
     expert = next(name for name in tensors if ".experts.1." in name)
     for changed, words in (
@@ -245,7 +247,7 @@ def test_what_asyncllm_has_not_is_refused_where_it_is_asked_for(tmp_path: Path) 
 
 def test_what_a_native_family_does_not_serve_falls_back(tmp_path: Path) -> None:
     """With its reason in the log and in doctor; refused where ours is asked for."""
-    matrix.random_model(GELU_LLAMA, "LlamaForCausalLM").save_pretrained(tmp_path)
+    configs.random_model(GELU_LLAMA, "LlamaForCausalLM").save_pretrained(tmp_path)
     difference = matrix.compare("LlamaForCausalLM", GELU_LLAMA, tmp_path)
     assert difference < matrix.TOLERANCE
     found = {f.name: f for f in doctor.examine(EngineArgs(str(tmp_path))) if f.section == "model"}

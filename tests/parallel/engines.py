@@ -38,7 +38,8 @@ async def answers(model: str | Path, asks: Sequence[Ask], **args: Any) -> list[R
         outputs = await asyncio.gather(*(engine.generate(*ask) for ask in asks))
         engine.check_idle()
         engine.check_integrity()
-        assert len(followers() - before) == args.get("tensor_parallel_size", 1) - 1
+        num_ranks = args.get("tensor_parallel_size", 1) * args.get("pipeline_parallel_size", 1)
+        assert len(followers() - before) == num_ranks - 1
     assert followers() == before
     return list(outputs)
 

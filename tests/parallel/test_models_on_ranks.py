@@ -39,7 +39,9 @@ ARGS: dict[str, Any] = {"skip_tokenizer_init": True, "max_num_batched_tokens": 1
         ("gemma3", {"tensor_parallel_size": 2}),
         ("gpt-oss", {"tensor_parallel_size": 2}),
         ("deepseek-v3", {"tensor_parallel_size": 2}),
+        ("llama", {"pipeline_parallel_size": 3}),
         ("qwen3-moe", {"tensor_parallel_size": 2}),
+        ("qwen3-moe", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
         ("qwen3-moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
         ("mixtral", {"tensor_parallel_size": 4, "enable_expert_parallel": True}),
     ],
@@ -91,7 +93,9 @@ def test_adapters(tmp_path: Path) -> None:
 
 
 def test_transformers_own_code_is_run_by_one_rank() -> None:
-    with pytest.raises(ModelLoadError, match="tensor_parallel_size 2: LlamaForCausalLM is run by"):
+    with pytest.raises(
+        ModelLoadError, match="pipeline_parallel_size 1: LlamaForCausalLM is run by"
+    ):
         run(answers("tiny", [], model_impl="transformers", tensor_parallel_size=2))
 
 

@@ -12,6 +12,8 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.mesh_config import MeshConfig
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import CausalLM
+from asyncllm.models.layers.experts_method import own_experts
+from asyncllm.models.layers.ops import Routed
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.loader import load_weights
 from asyncllm.models.parallel.mesh import Alone, Mesh
@@ -47,7 +49,9 @@ def logits_of(folder: Path, mesh: Mesh, token_ids: torch.Tensor) -> torch.Tensor
     return torch.cat([sequence.logits(piece) for piece in pieces])
 
 
-def expect_equal(folder: Path, num_ranks: int, by_expert: bool = False) -> None:
+def expect_equal(
+    folder: Path, num_ranks: int, by_expert: bool = False, num_stages: int = 1
+) -> None:
     token_ids = torch.arange(NUM_TOKENS) * 41 % VOCAB_SIZE
     with torch.inference_mode():
         expected = logits_of(folder, Alone(), token_ids)
@@ -55,7 +59,8 @@ def expect_equal(folder: Path, num_ranks: int, by_expert: bool = False) -> None:
     def on_rank(mesh: ThreadMesh) -> torch.Tensor:
         return logits_of(folder, mesh, token_ids)
 
-    for logits in on_ranks(num_ranks, on_rank, by_expert):
+    of_ranks = on_ranks(num_ranks, on_rank, by_expert, num_stages)
+    for logits in of_ranks[:num_ranks]:  # the first stage's
         torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
 
 
@@ -77,11 +82,38 @@ def test_each_family_on_four_ranks_some_of_which_have_the_same_kv_head(family: P
     expect_equal(family, 4)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "qwen2-tied", "olmo2", "deepseek-v2", "llama-dynamic"])
+def test_stages_of_one_or_two_ranks(name: str, num_ranks: int, tmp_path: Path) -> None:
+    with torch.inference_mode():
+        random_reference(CONFIGS[name]).save_pretrained(tmp_path)
+    expect_equal(tmp_path, num_ranks, num_stages=2)
+    expect_equal(tmp_path, num_ranks, num_stages=3)
+
+
 @pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_experts_by_number(name: str, tmp_path: Path) -> None:
     with torch.inference_mode():
         random_reference(CONFIGS[name]).save_pretrained(tmp_path)
     expect_equal(tmp_path, 2, by_expert=True)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_ranks_own_experts_come_once_and_count_as_before(top_k: int, num_ranks: int) -> None:
+    """What fills up a row is none that is there: kernels look an expert up in it."""
+    generator = torch.Generator().manual_seed(top_k)
+    gates, ids = torch.rand(50, 8, generator=generator).topk(top_k)
+    whole, summed = torch.zeros(50, 8).scatter(1, ids, gates), []
+    for rank in range(num_ranks):
+        share = MeshConfig(num_ranks, rank).share(8, "experts")
+        found = own_experts(Routed(ids, gates), share)
+        width = share.stop - share.start
+        assert found.ids.shape == (50, min(top_k, width)) and found.ids.is_contiguous()
+        assert found.gates.is_contiguous() and int(found.ids.max()) < width
+        assert all(len(set(row)) == len(row) for row in found.ids.tolist())
+        summed.append(torch.zeros(50, width).scatter(1, found.ids, found.gates))
+    assert torch.equal(torch.cat(summed, dim=1), whole)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -130,6 +162,17 @@ def test_what_cannot_be_divided_is_refused_by_name(
         random_reference(config).save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match=complaint):
         build(tmp_path, Alone(MeshConfig(num_ranks, 0, by_expert)))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gpt-oss", "deepseek-v3"])
+def test_stages_have_all_of_the_weights_once(name: str, tmp_path: Path) -> None:
+    with torch.inference_mode():
+        random_reference(CONFIGS[name]).save_pretrained(tmp_path)
+    whole = {load.name: load.num_bytes for load in build(tmp_path, Alone()).loads()}
+    meshes = [MeshConfig(pp=3, rank=rank) for rank in range(3)]
+    stages = [load for mesh in meshes for load in build(tmp_path, Alone(mesh)).loads()]
+    assert {load.name: load.num_bytes for load in stages} == whole
+    assert len(stages) == len(whole)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gpt-oss", "deepseek-v3"])

@@ -34,7 +34,16 @@ def test_all_that_sampling_knows_in_one_batch() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_ahead", [True, False], ids=["ahead", "synchronous"])
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 4},
+        {"pipeline_parallel_size": 2},
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    ],
+    ids=["tp2", "tp4", "pp2", "tp2-pp2"],
+)
 @pytest.mark.parametrize(
     "args",
     [
@@ -44,11 +53,11 @@ def test_all_that_sampling_knows_in_one_batch() -> None:
     ],
     ids=["chunks", "swap", "recompute"],
 )
-def test_chunks_and_preemption(num_ranks: int, is_ahead: bool, args: dict[str, Any]) -> None:
+def test_chunks_and_preemption(ranks: dict[str, int], is_ahead: bool, args: dict[str, Any]) -> None:
     """A step behind by a page table or a swapped page would change a token."""
     args = args | {"max_model_len": 80, "async_scheduling": is_ahead}
     expected = run(answers("tiny", ASKS, **args))
-    expect_same(run(answers("tiny", ASKS, tensor_parallel_size=num_ranks, **args)), expected)
+    expect_same(run(answers("tiny", ASKS, **ranks, **args)), expected)
 
 
 @pytest.mark.slow
@@ -83,7 +92,21 @@ def test_two_engines_of_ranks_in_one_program() -> None:
     run(both())
 
 
-def test_what_cannot_be_divided_starts_no_process() -> None:
-    with pytest.raises(ModelLoadError, match="tensor_parallel_size 3 does not divide num_att"):
-        run(answers("tiny", ASKS, tensor_parallel_size=3))
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size 3 does not divide num_attention_heads"),
+        (
+            {"pipeline_parallel_size": 8},
+            "pipeline_parallel_size 8 is more than num_hidden_layers 7",
+        ),
+        ({"pipeline_parallel_size": 2, "enable_lora": True}, "enable_lora: no adapters with"),
+        ({"tensor_parallel_size": 9, "pipeline_parallel_size": 9}, "is over 64"),
+        ({"enable_expert_parallel": True}, "needs a tensor_parallel_size above 1"),
+        ({"tensor_parallel_size": 2, "distributed_timeout_seconds": 0}, "must be positive, got 0"),
+    ],
+)
+def test_what_cannot_be_divided_starts_no_process(args: dict[str, Any], complaint: str) -> None:
+    with pytest.raises((ModelLoadError, ValueError), match=complaint):
+        run(answers("tiny", ASKS, **args))
     assert not followers()

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from queue import Queue
 from typing import TypeVar
 
 import torch
@@ -18,54 +19,84 @@ PATIENCE_SECONDS = 60
 
 @dataclass
 class Meeting:
-    """The tensors that the ranks bring to one call."""
+    """The tensors that ranks bring to one call."""
 
     barrier: threading.Barrier
     brought: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-class ThreadMesh:
-    """Implements `Mesh`. `num_bytes`: that it was given to sum or to gather."""
+@dataclass
+class Program:
+    """What the ranks share: a meeting of each stage and one of all, and what is on its way to each
+    rank."""
 
-    def __init__(self, config: MeshConfig, meeting: Meeting) -> None:
+    stages: list[Meeting]
+    everyone: Meeting
+    sent: list[Queue[torch.Tensor]]
+
+
+class ThreadMesh:
+    """Implements `Mesh`."""
+
+    def __init__(self, config: MeshConfig, program: Program) -> None:
         self.config = config
-        self._meeting = meeting
+        self._program = program
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x.copy_(sum(self._exchange(x)))
+        return x.copy_(sum(self._exchange(x, self._stage)))
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self._exchange(x), dim=1)
+        return torch.cat(self._exchange(x, self._stage), dim=1)
+
+    def send(self, x: torch.Tensor) -> None:
+        to = (self.config.rank + self.config.tp) % self.config.size
+        self._program.sent[to].put(x.clone())
+
+    def receive(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(self._program.sent[self.config.rank].get(timeout=PATIENCE_SECONDS))
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        return x.copy_(self._exchange(x)[0])
+        return x.copy_(self._exchange(x, self._program.everyone)[0])
 
     def least(self, number: int) -> int:
-        return min(int(each) for each in self._exchange(torch.tensor(number)))
+        numbers = self._exchange(torch.tensor(number), self._program.everyone)
+        return min(int(each) for each in numbers)
 
     def close(self) -> None:
         """It has nothing."""
 
-    def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """All ranks' tensors, in their order."""
-        brought = self._meeting.brought
-        brought[self.config.rank] = x.clone()
-        self._meeting.barrier.wait(PATIENCE_SECONDS)
-        tensors = [brought[rank] for rank in sorted(brought)]
-        self._meeting.barrier.wait(PATIENCE_SECONDS)
+    @property
+    def _stage(self) -> Meeting:
+        return self._program.stages[self.config.stage]
+
+    def _exchange(self, x: torch.Tensor, meeting: Meeting) -> list[torch.Tensor]:
+        """The tensors of all who meet, in the order of their ranks."""
+        meeting.brought[self.config.rank] = x.clone()
+        meeting.barrier.wait(PATIENCE_SECONDS)
+        tensors = [meeting.brought[rank] for rank in sorted(meeting.brought)]
+        meeting.barrier.wait(PATIENCE_SECONDS)
         return tensors
 
 
-def on_ranks(num_ranks: int, work: Callable[[ThreadMesh], T], by_expert: bool = False) -> list[T]:
+def on_ranks(
+    num_places: int,
+    work: Callable[[ThreadMesh], T],
+    by_expert: bool = False,
+    num_stages: int = 1,
+) -> list[T]:
     """What each rank makes of its mesh."""
-    meeting = Meeting(threading.Barrier(num_ranks))
+    num_ranks = num_places * num_stages
+    stages = [Meeting(threading.Barrier(num_places)) for _ in range(num_stages)]
+    everyone = Meeting(threading.Barrier(num_ranks))
+    program = Program(stages, everyone, [Queue() for _ in range(num_ranks)])
 
     @torch.inference_mode()
     def of(rank: int) -> T:
         try:
-            return work(ThreadMesh(MeshConfig(num_ranks, rank, by_expert), meeting))
+            return work(ThreadMesh(MeshConfig(num_places, rank, by_expert, num_stages), program))
         except BaseException:
-            meeting.barrier.abort()
+            for meeting in (*stages, everyone):
+                meeting.barrier.abort()
             raise
 
     with ThreadPoolExecutor(num_ranks) as threads:

@@ -60,6 +60,7 @@ def limit(layer: AttentionLayer, dtype: torch.dtype, block_size: int) -> str | N
         (layer.window is None, f"a window of {layer.window}"),
         (layer.soft_cap is None, f"a soft cap of {layer.soft_cap}"),
         (layer.sinks is None, "sinks"),
+        (layer.slopes is None, "slopes (ALiBi)"),
         (norm is None or norm.q_weight.dtype is dtype, "norms of heads in float32"),
         (layer.head_dim in HEAD_DIMS, f"head_dim {layer.head_dim}"),
         (group <= MAX_GROUP, f"{group} query heads of one KV head"),

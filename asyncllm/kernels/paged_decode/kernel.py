@@ -44,13 +44,13 @@ def _tiles(length, TILE: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _attend_split(
-    q_ptr, cache_ptr, tables_ptr, positions_ptr, sinks_ptr, out_ptr, partial_ptr, lse_ptr,
-    q_stride, table_stride, page_stride, kv_stride, out_stride, scale_log2, v_scale,
+    q_ptr, cache_ptr, tables_ptr, positions_ptr, sinks_ptr, slopes_ptr, out_ptr, partial_ptr,
+    lse_ptr, q_stride, table_stride, page_stride, kv_stride, out_stride, scale_log2, v_scale,
     num_splits,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP_LOG2: tl.constexpr, HAS_SINKS: tl.constexpr,
-    LOG2_E: tl.constexpr, WHOLE: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, LOG2_E: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """One split of a row and group of heads. WHOLE: there is no other, this is the row's output."""
     group = tl.program_id(0)  # fastest: neighbours read neighbouring bytes of a page
@@ -72,6 +72,8 @@ def _attend_split(
     in_q = (member < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
     in_row = head[:, None] * HEAD_DIM + column[None, :]
     q = tl.load(q_ptr + row * q_stride + in_row, in_q, other=0.0)
+    if HAS_SLOPES:
+        slopes = tl.load(slopes_ptr + head, member < GROUP, other=0.0) * LOG2_E
 
     cache = cache_ptr + kv_head * HEAD_DIM + column[None, :]
     table = tables_ptr + row * table_stride
@@ -80,6 +82,7 @@ def _attend_split(
     best, total, acc = start_softmax(GROUP_PADDED, DIM_PADDED)
     for _ in range(start, end):
         seen = token < length
+        distance = token - (length - 1)
         if WINDOW is not None:
             seen &= token >= length - WINDOW
         offset = (token % BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
@@ -93,6 +96,8 @@ def _attend_split(
 
         k, v = k.to(q.dtype), v.to(q.dtype)  # of FP8
         scores = scaled_scores(tl.dot(q, tl.trans(k)), scale_log2, SOFT_CAP_LOG2)
+        if HAS_SLOPES:
+            scores += slopes[:, None] * distance[None, :]
         scores = tl.where(seen[None, :], scores, float("-inf"))
         # Finite from the first tile on: every tile of a split holds a key that is seen.
         best, total, acc = add_tile(scores, v, best, total, acc)
@@ -152,14 +157,15 @@ def paged_decode(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
+    slopes: torch.Tensor | None = None,
 ) -> None:
     """Attention of one query token per row over its pages, into `out`.
 
     q, out: [rows, heads, head_dim] in half precision. Rows may be strided; the last two dimensions
     are contiguous. cache: [pages, 2, block_size, kv_heads, head_dim], one layer's, contiguous.
     block_tables: int32 [rows, pages per sequence]. positions: int32 [rows]: a row sees the keys up
-    to its own position; `window`: the last so many of them. soft_cap, sinks: see `AttentionLayer`.
-    kv_scales: by which what the pages have in FP8 is multiplied.
+    to its own position; `window`: the last so many of them. soft_cap, sinks, slopes: see
+    `AttentionLayer`. kv_scales: by which what the pages have in FP8 is multiplied.
 
     Only enqueues, and decides nothing by what the tensors hold: it may be captured.
     """
@@ -179,13 +185,14 @@ def paged_decode(
         partial = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty(parts, dtype=torch.float32, device=q.device)
     _attend_split[(num_groups, num_rows, num_splits)](
-        q, cache, block_tables, positions, sinks, out, partial, lse,
+        q, cache, block_tables, positions, sinks, slopes, out, partial, lse,
         q.stride(0), block_tables.stride(0), cache.stride(0), cache.stride(1), out.stride(0),
         scale * kv_scales[0] * LOG2_E, kv_scales[1], num_splits,
         NUM_KV_HEADS=num_kv_heads, GROUP=group, GROUP_PADDED=group_padded,
         HEAD_DIM=head_dim, DIM_PADDED=dim_padded, BLOCK_SIZE=block_size,
         TILE=tile, WINDOW=window, SOFT_CAP_LOG2=soft_cap_log2(soft_cap),
-        HAS_SINKS=sinks is not None, LOG2_E=LOG2_E, WHOLE=num_splits == 1,
+        HAS_SINKS=sinks is not None, HAS_SLOPES=slopes is not None,
+        LOG2_E=LOG2_E, WHOLE=num_splits == 1,
         num_warps=4, num_stages=3,  # two tiles in flight
     )  # fmt: skip
     if num_splits > 1:

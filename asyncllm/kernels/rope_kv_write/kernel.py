@@ -218,7 +218,9 @@ def _write_rotated(
 
 def prewarm(start: Start) -> Iterator[Callable[[], object]]:
     """One head to a program, and several."""
-    if start.layers and start.attention_backend != "torch":
+    if not start.layers or start.attention_backend == "torch":
+        return
+    if start.layers[0].latent_dim is None:
         yield from (partial(_rotate_zeros, start, tokens) for tokens in (1, 2 * FEW_TOKENS))
 
 

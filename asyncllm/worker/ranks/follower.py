@@ -84,7 +84,7 @@ class Follower:
         return Worker(config, connect=lambda: self._connect(config, *address))
 
     def _connect(self, config: EngineConfig, host: str, port: int) -> Mesh:
-        store = find_store(config.mesh.tp, host, port)
+        store = find_store(config.mesh.size, host, port)
         self._send(Kind.JOINS)
         # The address by which rank 0 is reached is one by which this rank is reached.
         self._mesh = CollectiveMesh(config.mesh, store, host, torch.device(config.device))
@@ -111,7 +111,7 @@ class Follower:
                 self._send(Kind.DONE, "")
             case (Kind.SYNC, int(num_calls)):
                 worker.drain()
-                own = 0 if self._mesh is None else self._mesh.num_calls
+                own = 0 if self._mesh is None else self._mesh.num_common_calls
                 same = own == num_calls
                 self._send(Kind.DONE, "" if same else f"{own} calls of the mesh, not {num_calls}")
             case _:

@@ -66,12 +66,13 @@ class _Progress:
 
 
 class WorkerGroup:
-    """Starts `config.mesh.tp` - 1 processes; `config` is settled. Raises `OSError`."""
+    """Starts a process for each rank of `config.mesh` but the first. `config` is settled. Raises
+    `OSError`."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._timeout = config.distributed_timeout_seconds
-        self._progress = {rank: _Progress() for rank in range(1, config.mesh.tp)}
+        self._progress = {rank: _Progress() for rank in range(1, config.mesh.size)}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._mesh: CollectiveMesh | None = None
         self._num_sent = 0  # messages that are to be done in order
@@ -82,7 +83,7 @@ class WorkerGroup:
         self._on_failure: Callable[[str], object] = lambda reason: None
         listener = socket.create_server((HOST, 0))
         self._address = listener.getsockname()[:2]
-        self._store = open_store(config.mesh.tp, listener)
+        self._store = open_store(config.mesh.size, listener)
         self._thread = PeerThread(self._start, self._received, self._lost, self._tick)
 
     # --- start -------------------------------------------------------------------------------
@@ -160,7 +161,7 @@ class WorkerGroup:
 
     @property
     def _num_calls(self) -> int:
-        return 0 if self._mesh is None else self._mesh.num_calls
+        return 0 if self._mesh is None else self._mesh.num_common_calls
 
     # --- end ---------------------------------------------------------------------------------
 
@@ -250,7 +251,7 @@ class WorkerGroup:
             if self.failure is not None:
                 return
             who = "the ranks" if rank is None else f"rank {rank}"
-            self.failure = f"{who} of {self._config.mesh.tp} failed: {reason}"
+            self.failure = f"{who} of {self._config.mesh.size} failed: {reason}"
         logger.critical("%s", self.failure)
         lost = RankLostError(self.failure)
         for progress in self._progress.values():
@@ -275,4 +276,4 @@ def _environment(config: EngineConfig, rank: int) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": ",".join((devices[rank], *others))}
     if "OMP_NUM_THREADS" in os.environ:
         return {}
-    return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // config.mesh.tp))}
+    return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // config.mesh.size))}

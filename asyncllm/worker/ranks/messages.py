@@ -174,13 +174,13 @@ def encode_config(config: EngineConfig) -> dict[str, Any]:
     return {
         **{name: getattr(config, name) for name in plain},
         "model": (str(model.path), model.implementation, model.quantization),
-        "mesh": (config.mesh.tp, config.mesh.by_expert),
+        "mesh": (config.mesh.tp, config.mesh.by_expert, config.mesh.pp),
     }
 
 
 def decode_config(sent: dict[str, Any], rank: int) -> EngineConfig:
     """As rank 0 settled it, so that all do the same. Raises `ModelLoadError`."""
-    (path, implementation, quantization), (tp, by_expert) = sent["model"], sent["mesh"]
+    (path, implementation, quantization), (tp, by_expert, pp) = sent["model"], sent["mesh"]
     model = replace(ModelConfig.from_folder(Path(path), implementation), quantization=quantization)
     rest: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
@@ -189,7 +189,7 @@ def decode_config(sent: dict[str, Any], rank: int) -> EngineConfig:
     }
     return EngineConfig(
         model=model,
-        mesh=MeshConfig(tp, rank, by_expert),
+        mesh=MeshConfig(tp, rank, by_expert, pp),
         tokenizer_path=None,
         logits_processors=(),
         generation_defaults=GenerationDefaults(),

@@ -1,0 +1,161 @@
+"""Experts of transformers' models, by grouped products that wait for nothing.
+
+Most classes ask transformers for its experts function, of which there is one of ours. Others loop
+over the experts that a step touches, which the host has to wait for: neither a trial on the meta
+device nor a graph can do that. Their modules have a forward of ours here; each class was compared
+with its own `generate`.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+from asyncllm.kernels.records import Routed
+from asyncllm.models.layers.torch_ops import by_expert
+
+EXPERTS = "asyncllm"
+LANGUAGE = "asyncllm_language"  # the attribute of X-MOD's adapters
+
+
+def _experts(
+    module: nn.Module, hidden: torch.Tensor, expert_ids: torch.Tensor, gates: torch.Tensor
+) -> torch.Tensor:
+    """In the trial only their shape."""
+    if hidden.device.type == "meta":
+        return torch.empty_like(hidden)
+    out: torch.Tensor = grouped_mm_experts_forward(module, hidden, expert_ids, gates)
+    return out
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
+
+
+def replace_experts(model: Any) -> None:
+    """Before the trial."""
+    with suppress(AttributeError, ValueError):  # it has no experts that could be set
+        model.set_experts_implementation(EXPERTS)
+    for module in model.modules():
+        if (ours := REPLACED.get(type(module).__name__)) is not None:
+            module.__class__ = type(type(module).__name__, (ours, type(module)), {})
+        if isinstance(module, _OneLanguage):
+            setattr(module, LANGUAGE, model.config.default_language)
+
+
+class _Replaced(nn.Module):
+    """A module of another class, from whom it has its attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name)
+
+
+class _IdentityExperts(_Replaced):
+    """LongCat's: those behind the others give what they are given."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        if hidden_states.device.type == "meta":
+            return torch.empty_like(hidden_states)
+        num_routed = self.num_routed_experts
+        is_identity = top_k_index >= num_routed
+        routed = Routed(
+            top_k_index.masked_fill(is_identity, 0), top_k_weights.masked_fill(is_identity, 0.0)
+        )
+
+        def compute(rows: torch.Tensor, ends: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+            weight = self.gate_up_proj[:num_routed].transpose(1, 2)
+            gate, up = F.grouped_mm(rows, weight, offs=ends).chunk(2, dim=-1)
+            return F.grouped_mm(self.act_fn(gate) * up, self.down_proj.transpose(1, 2), offs=ends)
+
+        share = (top_k_weights * is_identity).sum(-1, keepdim=True)
+        out = by_expert(hidden_states, routed, num_routed, compute)
+        return out + (hidden_states * share).to(out.dtype)
+
+
+class _StackedExperts(_Replaced):
+    """DBRX's: each weight [experts * size, hidden_size]."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        if hidden_states.device.type == "meta":
+            return torch.empty_like(hidden_states)
+        mlp, size = self.mlp, (self.num_experts, -1, self.hidden_size)
+        gate, up, down = (w.view(size) for w in (mlp.w1, mlp.v1, mlp.w2))
+
+        def compute(rows: torch.Tensor, ends: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+            gates, ups = (F.grouped_mm(rows, w.transpose(1, 2), offs=ends) for w in (gate, up))
+            return F.grouped_mm(mlp.activation_fn(gates) * ups, down, offs=ends)
+
+        rows = hidden_states.reshape(-1, self.hidden_size)
+        routed = Routed(top_k_index, top_k_weights)
+        return by_expert(rows, routed, self.num_experts, compute).view_as(hidden_states)
+
+
+class _KeptOnDevice(TorchFunctionMode):
+    """`tolist` gives the tensor itself."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), named: Any = None
+    ) -> Any:
+        return args[0] if function is torch.Tensor.tolist else function(*args, **(named or {}))
+
+
+class _DeviceSizes(_Replaced):
+    """JetMoE's gate: how many rows each expert has, as a tensor."""
+
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        with _KeptOnDevice():
+            return super().forward(hidden_states)
+
+
+class _SortedExperts(_Replaced):
+    """JetMoE's, of rows that are sorted by expert."""
+
+    def forward(self, inputs: torch.Tensor, expert_size: torch.Tensor) -> torch.Tensor:
+        if inputs.device.type == "meta":
+            return inputs.new_empty(len(inputs), self.output_size)
+        ends = expert_size.cumsum(0, dtype=torch.int32)
+        return F.grouped_mm(inputs, self.weight.transpose(1, 2), offs=ends)
+
+
+class _SortedTransposed(_Replaced):
+    """Aria's: the same by weights [experts, in, out]."""
+
+    def forward(self, input: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        if input.device.type == "meta":
+            return input.new_empty(len(input), self.out_features)
+        ends = tokens_per_expert.cumsum(0, dtype=torch.int32)
+        return F.grouped_mm(input, self.weight, offs=ends)
+
+
+class _OneLanguage(_Replaced):
+    """X-MOD's adapters: all tokens have that of the default language."""
+
+    def lang_adapter(self, lang_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        residual = hidden_states
+        if self.adapter_layer_norm is not None:
+            hidden_states = self.adapter_layer_norm(hidden_states)
+        elif self.adapter_reuse_layer_norm:
+            hidden_states = self.LayerNorm(hidden_states)
+        if self.ln_before_adapter:
+            residual = hidden_states
+        adapted: torch.Tensor = self.adapter_modules[getattr(self, LANGUAGE)](hidden_states)
+        return adapted + residual
+
+
+REPLACED: dict[str, type[nn.Module]] = {
+    "AriaGroupedExpertsGemm": _SortedTransposed,  # of older versions
+    "DbrxExperts": _StackedExperts,
+    "JetMoeParallelExperts": _SortedExperts,
+    "JetMoeTopKGating": _DeviceSizes,
+    "LongcatFlashExperts": _IdentityExperts,
+    "XmodOutput": _OneLanguage,
+}

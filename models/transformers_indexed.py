@@ -1,0 +1,60 @@
+"""Layers that attend to what an index of theirs chooses, while it chooses everything.
+
+Each token of such a layer (DeepSeek sparse attention) sees the tokens that a small attention beside
+it finds best, so many that a sequence which is no longer is seen whole, and the index decides
+nothing: its modules are left out. A max_model_len beyond that is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from asyncllm.models.transformers_attention import Unservable
+
+# By type of layers: how many tokens each sees at least, and what says so.
+SEEN: dict[str, tuple[Callable[[Any], int], str]] = {
+    "indexed_attention": (lambda text: int(text.index_topk), "index_topk"),
+    "deepseek_sparse_attention": (lambda text: int(text.index_topk), "index_topk"),  # older
+    "minimax_m3_sparse": (
+        lambda text: int(text.index_topk_blocks * text.index_block_size),
+        "index_topk_blocks * index_block_size",
+    ),
+}
+
+
+def check_index(text: Any, max_model_len: int) -> None:
+    """Raises `Unservable` where the index of a layer would leave something out."""
+    for layer_type in set(getattr(text, "layer_types", None) or ()) & SEEN.keys():
+        count, key = SEEN[layer_type]
+        if (num_seen := count(text)) < max_model_len:
+            raise Unservable(
+                f"has layer_types {layer_type!r}, which see {key} {num_seen} tokens, fewer than "
+                f"max_model_len {max_model_len}"
+            )
+
+
+def leave_out_index(model: nn.Module) -> None:
+    for module in list(model.modules()):
+        if "indexer" in module._modules:
+            module.__class__ = type(type(module).__name__, (_WithIndex, type(module)), {})
+            if (indexer := module._modules["indexer"]) is not None:
+                name = type(indexer).__name__
+                indexer.__class__ = type(name, (_ChoosesAll, type(indexer)), {})
+
+
+class _ChoosesAll(nn.Module):
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return hidden_states.new_empty(0, dtype=torch.int32)
+
+
+class _WithIndex(nn.Module):
+    """Attention that takes its index's part of a mask, although no mask is made."""
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        if named.get("attention_mask") is None:
+            named["attention_mask"] = torch.empty(1, 1, 1, 1, dtype=torch.bool, device="meta")
+        return super().forward(*args, **named)
