@@ -17,6 +17,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from asyncllm.host import num_cores
 from asyncllm.hub.files import Part
 from asyncllm.mesh_config import MeshConfig
 from asyncllm.model_config import (
@@ -38,7 +39,7 @@ PreemptionMode = Literal["auto", "swap", "recompute"]
 AttentionBackendName = Literal["auto", "torch", "flashinfer", "flash_attn"]
 ContentFormat = Literal["auto", "string", "openai"]
 DeviceName = Literal["auto", "cpu", "cuda"]
-DataParallelBackend = Literal["uni"]
+DataParallelBackend = Literal["auto", "uni", "mp"]
 
 GIB = 1 << 30
 DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -105,7 +106,7 @@ class EngineConfig:
     distributed_timeout_seconds: float
     data_parallel_size: int
     data_parallel_backend: DataParallelBackend
-    data_parallel_rank: int = 0
+    data_parallel_rank: int
 
     @cached_property
     def num_slots(self) -> int:
@@ -214,7 +215,12 @@ class EngineArgs:
     data_parallel_size: int = flag(
         1, "engines, each with all of the model; a request runs on one of them", least=1
     )
-    data_parallel_backend: DataParallelBackend = flag("uni", "uni: all engines in this process")
+    data_parallel_backend: DataParallelBackend = flag(
+        "auto", "mp: a process for each engine; uni: all in this one, on a CPU; auto: by the cores"
+    )
+    data_parallel_rank: int = flag(
+        0, "of this engine among others that a balancer knows, or of the first one here", least=0
+    )
 
     def create_engine_config(self) -> EngineConfig:
         """Validate and resolve. Raises `ValueError` naming the flag, or `ModelLoadError`."""
@@ -229,8 +235,6 @@ class EngineArgs:
                 f"{model.context_window} tokens"
             )
         device = _resolve_device(self.device)
-        if self.data_parallel_size > 1 and device != "cpu":
-            raise ValueError("data_parallel_size: engines of one process share its one CUDA device")
         max_tokens = self.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS[device]
         resolved: dict[str, Any] = {
             "model": model,
@@ -243,6 +247,7 @@ class EngineArgs:
             "max_num_batched_tokens": max_tokens,
             "max_lora_rank": _kernel_rank(self.max_lora_rank),
             "max_cpu_loras": max(self.max_loras, self.max_cpu_loras or 0),
+            "data_parallel_backend": self._data_parallel_backend(device),
             "cuda_graph_sizes": _graph_sizes(self.cuda_graph_sizes, self.max_num_seqs),
             "prefill_graph_sizes": _prefill_graph_sizes(self.prefill_graph_sizes, max_tokens),
             "logits_processors": tuple(map(_resolve_class, self.logits_processors or ())),
@@ -251,18 +256,21 @@ class EngineArgs:
                 self.generation_config, path, self.override_generation_config
             ),
         }
-        given = {f.name for f in fields(EngineArgs)}
-        rest = {
-            f.name for f in fields(EngineConfig)
-        } & given - resolved.keys()  # as they were given
+        rest = {f.name for f in fields(EngineConfig)} - resolved.keys()  # as they were given
         return EngineConfig(**resolved, **{name: getattr(self, name) for name in rest})
+
+    def _data_parallel_backend(self, device: str) -> DataParallelBackend:
+        """Engines of one process would take turns with one CUDA context, and with the GIL."""
+        if self.data_parallel_backend == "uni" and device == "cuda" and self.data_parallel_size > 1:
+            raise ValueError("data_parallel_backend uni is for engines on a CPU")
+        if self.data_parallel_backend != "auto":
+            return self.data_parallel_backend
+        return "mp" if device == "cuda" or num_cores() > self.data_parallel_size else "uni"
 
     def _mesh(self, device: str) -> MeshConfig:
         tp, pp = self.tensor_parallel_size, self.pipeline_parallel_size
         if self.enable_expert_parallel and tp == 1:
             raise ValueError("enable_expert_parallel needs a tensor_parallel_size above 1")
-        if self.enable_lora and pp > 1:
-            raise ValueError(f"enable_lora: no adapters with pipeline_parallel_size {pp}")
         if (size := tp * pp) > MAX_RANKS:
             raise ValueError(
                 f"tensor_parallel_size {tp} times pipeline_parallel_size {pp} is over {MAX_RANKS}"

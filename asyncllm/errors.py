@@ -50,7 +50,7 @@ class LoRALoadError(ValueError):
 
 
 class UnsupportedModelError(ModelLoadError):
-    """What a native family would not compute exactly, though transformers' own code may."""
+    """A native family would not compute this model exactly; transformers' own code may."""
 
 
 def one_line(error: BaseException) -> str:

@@ -188,7 +188,7 @@ def hub_repo(name: str, revision: str | None = None) -> Repo | None:
     if repo is None:
         raise ModelLoadError(
             f"model {name!r} is neither a folder nor built in ({', '.join(BUILTIN_MODELS)}) nor a "
-            "name on the hub (ORG/NAME or ORG/NAME@REVISION)"
+            "GGUF file nor a name on the hub (ORG/NAME or ORG/NAME@REVISION)"
         )
     return repo
 
@@ -271,7 +271,7 @@ def _is_recurrent(text: PretrainedConfig) -> bool:
 
 
 def _check_decoder(file: Path, hf: PretrainedConfig) -> None:
-    """Of models that transformers runs, before their code is imported."""
+    """Refuses models that transformers cannot run as decoders, before their code is imported."""
     architecture = hf.architectures[0]
     if reason := UNSERVED.get(architecture):
         raise ModelLoadError(f"{file}: architectures {architecture!r} {reason}: not served")

@@ -47,7 +47,7 @@ def build_gpt_oss(config: ModelConfig, build: Build) -> DenseDecoder:
 
 
 def _load(name: str, weights: ExpertWeights, share: ExpertsShare) -> Iterator[Load]:
-    """Files have all experts in one tensor, inputs before outputs, gates and ups by turns."""
+    """Files have all experts in one tensor, inputs before outputs, gates and ups alternating."""
     hidden, num_experts, size = weights.down.shape[1], share.num_experts, share.full_size
     own, both = share.experts, slice(2 * share.size.start, 2 * share.size.stop)
     all_inputs = slice(None)

@@ -161,10 +161,13 @@ def _fill(
     }
     ranks = []
     for module, pair in pairs.items():
+        rank = opened.get_slice(pair["A"]).get_shape()[0]
+        ranks.append(rank)
+        if module.startswith(layers.elsewhere):
+            continue
         if module not in places:
             raise LoRALoadError(f"{file}: {pair['A']}: the model has no linear layer {module}")
         a, b, place, features, shape = places[module]
-        rank = opened.get_slice(pair["A"]).get_shape()[0]
         _check(file, opened, pair["A"], [rank, shape.in_features])
         _check(file, opened, pair["B"], [shape.parts[module], rank])
         if not 0 < rank <= layers.max_rank:
@@ -177,7 +180,6 @@ def _fill(
         whole = _finite(file, opened, pair["B"])
         own = torch.cat([whole[rows] for rows in shape.rows(module)])
         b[features, :rank] = own.float() * _scale(config, module, rank)
-        ranks.append(rank)
     return ranks
 
 

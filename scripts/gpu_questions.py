@@ -1,4 +1,4 @@
-"""What gpu_oracles.py asks of engines: their arguments, kinds of sampling, questions.
+"""The questions of gpu_oracles.py to engines: their arguments, kinds of sampling, questions.
 
 `ROOMY` holds all questions at once; in `TIGHT` they need three times the pages there are.
 """

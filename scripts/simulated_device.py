@@ -1,4 +1,4 @@
-"""Predicts how long a step takes on an H200, from measured tables, for `simulate_schedule.py`.
+"""Predicts how long a step takes on an H200 or an H100, from measured tables, for simulations.
 
 Steps with prompts are padded to a captured size. The tables are straight in between, and GEMMs
 compute 128 tokens at once, so sizes a little above a multiple of that have entries of their own.
@@ -7,7 +7,8 @@ compute 128 tokens at once, so sizes a little above a multiple of that have entr
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from asyncllm.config import PREFILL_GRAPH_SIZES
 from asyncllm.step_plan import StepPlan
@@ -90,3 +91,18 @@ DEVICES = {
     ),
 }
 # fmt: on
+
+
+def _scaled(device: Device, decode: float, mixed: float, **changes: Any) -> Device:
+    """With its tables' times so many times as long."""
+    return replace(
+        device,
+        decode_ms=tuple((rows, ms * decode) for rows, ms in device.decode_ms),
+        mixed_ms=tuple((tokens, ms * mixed) for tokens, ms in device.mixed_ms),
+        **changes,
+    )
+
+
+# The H200's, scaled until `simulate_schedule.py` gives the H100's figures of docs/PERFORMANCE.md:
+# tests/test_simulate_cluster.py compares them. 80 GB hold so many pages beside the weights.
+DEVICES["8b-h100"] = _scaled(DEVICES["8b"], 1.36, 1.03, kv_bytes_per_s=2.7e12, num_pages=26_000)

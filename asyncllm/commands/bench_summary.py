@@ -1,4 +1,4 @@
-"""What `asyncllm bench` shows: a screen for people, and one line of JSON for programs."""
+"""The output of `asyncllm bench`: a screen for people, and one line of JSON for programs."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Conversation:
         )
 
     async def ask(self, question: str) -> None:
-        """What was said until an interruption is remembered."""
+        """An interrupted answer is remembered as far as it came."""
         from asyncllm.commands.api_client import ApiClient
 
         self._last = question

@@ -37,7 +37,7 @@ GROUPS: dict[str, tuple[str, str]] = {
     "ranks": ("several devices for one model", """
         tensor_parallel_size pipeline_parallel_size enable_expert_parallel
         distributed_timeout_seconds
-        data_parallel_size data_parallel_backend
+        data_parallel_size data_parallel_backend data_parallel_rank
         """),
     "server": ("where it listens, limits, the page", """
         host port uds root_path ssl_certfile ssl_keyfile max_connections max_body_bytes

@@ -64,7 +64,7 @@ class FlagParser(argparse.ArgumentParser):
         )
 
     def format_flags(self, asked: str) -> str:
-        """Of `--help=asked`: "all", a group, or a part of a flag's name. Raises `ValueError`."""
+        """The text of `--help=asked`: "all", a group, or a part of a name. Raises `ValueError`."""
         groups = self._flag_groups()
         if asked == "all":
             return self._format(self._action_groups)

@@ -26,7 +26,7 @@ del _CONTROLS[ord("\n")], _CONTROLS[ord("\t")]
 
 
 class Session(Protocol):
-    """What lines are said to. Each raises `AnswerError`."""
+    """It answers typed lines. Each method raises `AnswerError`."""
 
     async def greeting(self) -> str:
         """Asks the server; what to say before the first prompt."""
@@ -34,7 +34,7 @@ class Session(Protocol):
     async def ask(self, line: str) -> None: ...
 
     async def command(self, line: str) -> bool:
-        """Of a typed line; False: it is none. Raises `EOFError` to end."""
+        """Run the line if it is a command, else return False. Raises `EOFError` to end."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -74,7 +74,7 @@ ROWS: tuple[tuple[Status, str, str], ...] = (
         all2all-backend cp-kv-cache-interleave-size=1
         dcp-kv-cache-interleave-size=1 dcp-comm-backend device-ids+ data-parallel-address
         data-parallel-external-lb? data-parallel-hybrid-lb? data-parallel-multi-port-external-lb?
-        data-parallel-rank=0 data-parallel-rpc-port data-parallel-start-rank=0
+        data-parallel-rpc-port data-parallel-start-rank=0
         data-parallel-supervisor-port=* dp-supervisor-probe-failure-threshold=*
         dp-supervisor-probe-interval-s=* dp-supervisor-probe-timeout-s=* master-addr=* master-port=*
         enable-elastic-ep? enable-ep-weight-filter? enable-eplb? eplb-config

@@ -17,14 +17,14 @@ from typing import Any, Self
 from asyncllm.config import EngineArgs, EngineConfig
 from asyncllm.engine.core import Core, Replica
 from asyncllm.engine.core_loader import CoreLoader
-from asyncllm.engine.data_parallel.loader import GroupLoader
+from asyncllm.engine.data_parallel.loader import LocalGroupLoader, ProcessGroupLoader
 from asyncllm.engine.generation import Arrival, Arrivals, Generation, Submission
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.recorder import TIMELINE_STEPS, Recorder
 from asyncllm.engine.snapshot import Snapshot, take_snapshot
 from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
-from asyncllm.engine.text.prompt import PromptInput
+from asyncllm.engine.text.prompt import ParsedPrompt, PromptInput
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.errors import EngineDeadError, EngineNotStartedError
 from asyncllm.lora import LoRARequest
@@ -53,12 +53,19 @@ class AsyncLLMEngine:
         self._request_ids = itertools.count()
         self._arrivals: Arrivals = Arrivals()
         self._starting = asyncio.Lock()
-        loads = CoreLoader if self.config.data_parallel_size == 1 else GroupLoader
-        self._loader = loads(self.config, self.recorder, self.stat_loggers)
+        self._loader = self._make_loader(args)
         self._core: Core | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # of the core
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
+
+    def _make_loader(self, args: EngineArgs) -> CoreLoader | LocalGroupLoader | ProcessGroupLoader:
+        config, recorder, loggers = self.config, self.recorder, self.stat_loggers
+        if config.data_parallel_size == 1:
+            return CoreLoader(config, recorder, loggers)
+        if config.data_parallel_backend == "uni":
+            return LocalGroupLoader(config, recorder, loggers)
+        return ProcessGroupLoader(args, config, recorder, loggers)
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> Self:
@@ -164,7 +171,7 @@ class AsyncLLMEngine:
     async def add_request(
         self,
         request_id: str,
-        prompt: PromptInput,
+        prompt: PromptInput | ParsedPrompt,
         params: SamplingParams,
         sink: Sink,
         *,

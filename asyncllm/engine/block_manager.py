@@ -412,14 +412,14 @@ class BlockManager:
 
 
 def _names(hashes: list[bytes], group: int) -> list[bytes]:
-    """Of blocks in a group; of the first the hashes themselves."""
+    """The names of blocks in a group; in the first group these are the hashes."""
     return [block_hash + bytes((group,)) for block_hash in hashes] if group else hashes
 
 
 def _hold(
     pool: PagePool, wanted: list[tuple[list[bytes], int]], names: list[bytes], num_pages: int
 ) -> tuple[list[list[int]], set[int]]:
-    """What is `_wanted`: the pages by group, and all that are to be filled."""
+    """Holds what `_wanted` lists. Returns the pages by group, and all that are to be filled."""
     pages, new = pool.hold(names, num_pages)
     if not wanted[1:]:
         return [pages], new

@@ -3,7 +3,7 @@
 Up to the *knee* a step's GEMMs last as long as reading the weights, so its first prompt
 tokens cost its decodes nothing; beyond it every token adds its own time. A chunk of two knees keeps
 the gap between two tokens near two bare steps and is computed at full speed. The knee is measured,
-so the rule holds for every model and card; one that is below what cards have is not believed. On a
+so the rule holds for every model and GPU; one that is below what GPUs have is not believed. On a
 small model two knees are over in a moment and prompts take many steps, each of which costs the host
 a launch: there the chunk is what LEAST_SECONDS compute, as far as captured sizes reach. Chunk and
 decodes together fill a captured size, the nearest of those that GEMMs compute without a
@@ -22,7 +22,7 @@ from typing import NamedTuple
 from asyncllm.types import StepCost
 
 CHUNK_KNEES = 2.0
-# A 16-bit weight is two bytes and two operations a token, so a knee is a card's FLOP/s by its B/s:
+# A 16-bit weight is two bytes and two operations a token, so a knee is a GPU's FLOP/s by its B/s:
 # by data sheets 153 on an A100, 206 on an H200, 295 on an H100 (where the 8B measured 267).
 LEAST_KNEE_TOKENS = 128
 LEAST_SECONDS = 4e-3  # of prompt tokens: so short a gap between two tokens disturbs nobody

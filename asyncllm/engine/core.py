@@ -1,4 +1,4 @@
-"""What `AsyncLLMEngine` asks of a started engine, wherever it runs.
+"""The interface of a started engine, as `AsyncLLMEngine` uses it, wherever the engine runs.
 
 `EngineCore` is one in this process, `RemoteCore` one in a process of its own, `EngineGroup` several
 of either. All of it is the loop's.
@@ -19,7 +19,7 @@ from asyncllm.worker.work_counts import WorkCounts
 
 
 class Replica(Protocol):
-    """What observers read of one engine."""
+    """One engine, as observers read it."""
 
     recorder: Recorder
 

@@ -62,7 +62,7 @@ class Arrival:
         return not self.is_aborted
 
     def abort(self) -> None:
-        """What it runs must look at `is_aborted` at its end, which may come in this very turn."""
+        """Each scope that it ends must read `is_aborted`, perhaps in this very iteration."""
         self.is_aborted = True
         for scope in self._scopes:
             scope.reschedule(0.0)

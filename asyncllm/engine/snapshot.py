@@ -99,7 +99,7 @@ class Snapshot:
 
 
 def take_snapshot(replicas: Sequence[Replica], last_steps: int) -> Snapshot:
-    """Of all these together, on the loop's thread. Steps are of all, by their start."""
+    """One snapshot of all these together, on the loop's thread. Steps are sorted by their start."""
     for replica in replicas:
         replica.observe()  # an answer that has been given is in it
     now = time.monotonic()

@@ -105,7 +105,7 @@ def _same_calls(known: AnswerFormat | None, declared: AnswerFormat) -> bool:
 
 
 def _shape(call: CallSyntax) -> tuple[str, str, CallBody]:
-    """A syntax, however its markers are parted."""
+    """A syntax, however its markers are split."""
     read = call.without_spaces()
     body = read.body
     bare = replace(body, end=()) if isinstance(body, NamedJson | TaggedArguments) else body

@@ -103,7 +103,7 @@ def _anchor(field: object, name: str) -> list[Markers] | None:
 
 
 def _pieces(pattern: str) -> list[Markers] | None:
-    """The texts of a pattern, parted by its groups; None where it is more than texts and gaps."""
+    """The texts of a pattern between its groups; None where it is more than texts and gaps."""
     parts: list[Markers] = []
     for part in _GROUP.split(pattern):
         texts = []

@@ -28,7 +28,14 @@ from asyncllm.hub.cache import (
     storage_folder,
     unverified_mark,
 )
-from asyncllm.hub.files import CONFIG_FILE, Part, is_small, missing_parts, weight_files
+from asyncllm.hub.files import (
+    CONFIG_FILE,
+    Part,
+    is_small,
+    missing_parts,
+    weight_files,
+    what_instead,
+)
 from asyncllm.hub.listing import Listing, RemoteFile, hub_error, read_listing
 
 logger = logging.getLogger("asyncllm")
@@ -63,7 +70,7 @@ def download(repo: Repo, cache: Path, with_weights: bool = True) -> Path:
     """
     listing = read_listing(repo)
     if CONFIG_FILE not in listing.files:
-        raise ModelLoadError(f"{repo}: holds no {CONFIG_FILE}, which a model of transformers' has")
+        raise ModelLoadError(f"{repo}: holds no {CONFIG_FILE}{what_instead(listing.files)}")
     work = _Download(repo, cache, listing)
     mark = unverified_mark(cache, repo, listing.commit)
     mark.parent.mkdir(parents=True, exist_ok=True)
@@ -205,7 +212,7 @@ def _checked_answers() -> Iterator[None]:
 
 
 def _part_of(bar: Any, stop: Event) -> type:
-    """What huggingface_hub makes a file's bar of: it moves the bar of all files, until `stop`."""
+    """The class of huggingface_hub's bar for one file: it moves the bar of all, until `stop`."""
     from huggingface_hub.utils.tqdm import tqdm
 
     class Part(tqdm):

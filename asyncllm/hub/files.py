@@ -43,13 +43,12 @@ def is_small(name: str) -> bool:
 def weight_files(folder: Path, names: Collection[str], source: str) -> list[str]:
     """The weights among a repository's `names`; `folder` holds its index, if it has one.
 
-    source: the repository as messages name it. Raises `ModelLoadError` where there are none. GGUF
-    files would be chosen here.
+    source: the repository as messages name it. Raises `ModelLoadError` where there are none.
     """
     if SINGLE_FILE in names:
         return [SINGLE_FILE]
     if INDEX_FILE not in names:
-        raise ModelLoadError(f"{source}: holds no {SINGLE_FILE}{_what_instead(names)}")
+        raise ModelLoadError(f"{source}: holds no {SINGLE_FILE}{what_instead(names)}")
     shards = read_shards(folder / INDEX_FILE)
     if absent := sorted(set(shards) - set(names)):
         raise ModelLoadError(f"{source}: lacks {absent[0]}, which its {INDEX_FILE} names")
@@ -84,10 +83,10 @@ def _holds_weights(folder: Path) -> bool:
     return index.is_file() and all((folder / name).is_file() for name in read_shards(index))
 
 
-def _what_instead(names: Iterable[str]) -> str:
-    """Weights in forms that are not read."""
+def what_instead(names: Iterable[str]) -> str:
+    """Weights in forms that are not read from a hub, as the end of a message."""
     pickled = [name for name in names if name.endswith(PICKLED)]
     if pickled:
         return f", only pickled weights ({pickled[0]}), which are never read: that runs their code"
     gguf = [name for name in names if name.endswith(".gguf")]
-    return f", only GGUF files ({gguf[0]}), which are not served yet" if gguf else ""
+    return f", only GGUF files ({gguf[0]}): download one and give its path" if gguf else ""

@@ -1,4 +1,4 @@
-"""What the hub says that a model's repository holds: names, sizes, hashes, of one commit.
+"""The hub's list of a model's repository: names, sizes and hashes of one commit.
 
 The hub need not be huggingface.co (HF_ENDPOINT), and whoever answers there is not trusted with more
 than the token: the answer is read up to a limit, parsed by type, and its names are checked.
@@ -100,7 +100,7 @@ def hub_error(repo: Repo, error: Exception) -> ModelLoadError:
     return ModelLoadError(f"{repo} at {where}: {said}")
 
 
-def _get(url: str) -> bytes:
+def _get(url: str) -> bytearray:
     """The body, or the first bytes of one above the limit. Raises the library's errors."""
     from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
@@ -118,7 +118,7 @@ def _get(url: str) -> bytes:
             body += piece
             if len(body) > MAX_LIST_BYTES:
                 break
-    return bytes(body)
+    return body
 
 
 def _check_name(name: str, source: str) -> None:

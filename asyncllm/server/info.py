@@ -36,12 +36,14 @@ async def show_model(http: web.Request) -> web.Response:
 
 
 async def health(http: web.Request) -> web.Response:
-    """200 with an empty body, or 503 with the reason."""
+    """200, or 503 with the reason. The body is empty where all engines serve, else it names those
+    of several that do not."""
     service = http.app[SERVICE]
     reason = "the server is shutting down" if service.draining else service.engine.health()
     if reason is not None:
         raise ApiError(503, reason)
-    return web.Response()
+    each = enumerate(replica.health() for replica in service.engine.replicas)
+    return web.Response(text="\n".join(f"engine {rank}: {why}" for rank, why in each if why))
 
 
 async def show_load(http: web.Request) -> web.Response:

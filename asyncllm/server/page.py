@@ -115,7 +115,7 @@ class Dashboard:
         sse.push(self._snapshot())
 
     def _facts(self) -> dict[str, Any]:
-        """What does not change, with what applies where a chat request sets nothing."""
+        """Facts that do not change, and the values that apply where a chat request sets none."""
         startup = self._engine.startup
         defaults = self._engine.input_processor.default_params({"max_tokens": None})
         sampling = {name: getattr(defaults, name) for name in _SAMPLING}

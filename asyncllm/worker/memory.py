@@ -146,6 +146,7 @@ def plan_memory(
             "kv_cache_memory_bytes"
         )
     num_host_states, num_host_pages = host_rows(config, layout, states)
+    num_host_pages = mesh.least(num_host_pages)
     max_model_len = min(model_len, fits)
     return MemoryPlan(
         num_pages,
@@ -236,7 +237,7 @@ def allocate_states(
 
 
 def kv_scales(model: CausalLM, config: EngineConfig, device: torch.device) -> KVScales | None:
-    """Of an FP8 cache; None of another. Raises `ModelLoadError`."""
+    """The scales of an FP8 cache; None of another. Raises `ModelLoadError`."""
     if config.kv_cache_dtype == config.dtype:
         return None
     if config.calculate_kv_scales:

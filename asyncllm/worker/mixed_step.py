@@ -177,7 +177,7 @@ class MixedStep:
     def _bind_attention(
         self, tokens: TokenBuffers, decode_positions: np.ndarray, prefills: PrefillRows
     ) -> AttendRows:
-        """Of a step whose attention is launched with rows and pages from the host."""
+        """Attention of a step that is launched with rows and pages from the host."""
         decodes = None
         if num_decodes := len(decode_positions):
             max_len = int(decode_positions.max()) + 1

@@ -96,9 +96,9 @@ class Worker:
             config, layers = self._config, model.attention_layers
             kv_dtype = getattr(torch, config.kv_cache_dtype)
             layout = CacheLayout(layers, config.block_size, kv_dtype)
-            state_layout = StateLayout(model.state_layers)
             if config.mesh.pp > 1:
                 _check_stages(config, kv_dtype)
+            state_layout = StateLayout(model.state_layers)
         self.device = torch.device(config.device)
         self.backend_name = resolve_backend(
             config.attention_backend, self.device, is_fp8=config.kv_cache_dtype != config.dtype
@@ -262,6 +262,9 @@ class Worker:
             if not lora.layers:
                 raise ValueError("enable_lora: this model's own code takes no adapters")
             lora.allocate()
+            own = config.mesh.layers(config.model.num_layers)
+            others = {*range(config.model.num_layers)} - {*own}
+            lora.elsewhere = tuple(f"model.layers.{index}." for index in others)
         # One row, whose GEMMs are other kernels; weights may be missing.
         if config.mesh.size == 1:  # of several ranks a thread's calls would meet others of the mesh
             early.begin(

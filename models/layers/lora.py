@@ -61,6 +61,7 @@ class LoRALayers:
         self.max_rank = max_rank
         self.add = add
         self.layers: list[LoRALayer] = []
+        self.elsewhere: tuple[str, ...] = ()  # what names of other stages' modules begin with
         self.token_slots: torch.Tensor | None = None  # of the forward pass that runs
         self.slots = torch.zeros(1 + num_slots, 0, dtype=dtype, device=device)
 

@@ -36,7 +36,7 @@ def reason(error: BaseException) -> str:
 
 
 def message_of(body: str | bytes) -> str:
-    """What an error's body says, in the form that most servers give it; else the body."""
+    """The message in an error's body, in the form that most servers use; else the body."""
     text = body.decode(errors="replace") if isinstance(body, bytes) else body
     try:
         said = orjson.loads(text)

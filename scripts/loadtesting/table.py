@@ -83,7 +83,7 @@ def blocks_of(report: Mapping[str, Any]) -> Iterator[str | Table]:
 
 
 def notes(report: Mapping[str, Any]) -> Iterator[str]:
-    """What makes a run's figures better than the server is."""
+    """Reasons why a run's figures may be better than the server is."""
     if "conditions" not in report:  # a ceiling's
         return
     asked, share = report["conditions"], report["cached_share"]

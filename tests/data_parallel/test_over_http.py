@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncllm import AsyncLLMEngine
@@ -131,7 +132,8 @@ async def _check_disconnect(server: Server, engine: Any) -> None:
     assert engine.stats().num_used_pages == 0
 
 
-def test_engines_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["uni", pytest.param("mp", marks=pytest.mark.slow)])
+def test_the_surface(backend: str, tmp_path: Path) -> None:
     adapter = write_tiny_adapter(tmp_path / "it", 1)
-    engine = AsyncLLMEngine(MODEL, **ENGINE, data_parallel_size=2, data_parallel_backend="uni")
+    engine = AsyncLLMEngine(MODEL, **ENGINE, data_parallel_size=2, data_parallel_backend=backend)
     run(check_surface(engine, adapter))

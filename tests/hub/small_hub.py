@@ -174,12 +174,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             try:
-                half = len(body) // 2
-                self.wfile.write(body[:half])
+                half, content = len(body) // 2, memoryview(body)  # a test counts what is copied
+                self.wfile.write(content[:half])
                 if self.store is None:
                     self.hub.go.wait(PATIENCE_SECONDS)
                 if not cuts:
-                    self.wfile.write(body[half:])
+                    self.wfile.write(content[half:])
             except OSError:  # a client that has read enough
                 self.close_connection = True
         self.close_connection = self.close_connection or cuts

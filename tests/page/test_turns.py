@@ -185,6 +185,13 @@ def test_full_context(chromium: Chromium, width: int) -> None:
         server.prompt_tokens = 900
         await turn(opened, server, "Three", "Third.")
         assert contents(server) == ["Two " * 100, "Second.", "Three"]
+        server.prompt_tokens = 1700
+        server.will_say("Four", None, "th.")
+        await say(opened, "Four")
+        await opened.until(f"{TEXT} === 'Four' && {GAUGE}.includes('nearly full')")
+        assert "Drop" not in await opened.evaluate(GAUGE)  # not while an answer is written
+        server.go.set()
+        await opened.until(f"{DONE} && {GAUGE}.includes('Drop')")
         await opened.reload()
         await opened.until(f"{divider}.includes('not sent')")
         await press_button(opened, ".divider", "Send them again")

@@ -131,6 +131,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.config = SimpleNamespace(
             enable_lora=False,
+            data_parallel_rank=0,
             max_loras=8,
             served_model_names=("fake", "fake-alias"),
             block_size=16,

@@ -63,6 +63,7 @@ def check_error(answer: bytes, status: int) -> None:
     head, _, body = answer.partition(b"\r\n\r\n")
     assert int(head.split()[1]) == status, answer
     assert b"application/json" in head
+    assert b"aiohttp" not in head and b"Python" not in head  # no versions for who looks for holes
     error = json.loads(body)["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"] and error["type"] == (

@@ -16,8 +16,10 @@ from typing import Any
 
 from asyncllm.engine.core import Adapters, Core, Replica
 from asyncllm.engine.data_parallel.adapters import GroupAdapters
+from asyncllm.engine.data_parallel.remote import RemoteCore
 from asyncllm.engine.data_parallel.router import Placement, Router
 from asyncllm.engine.generation import Submission
+from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.output_state import Sink
 from asyncllm.engine.stats import AbortCause, SchedulerStats
 from asyncllm.engine.text.prompt import parse_prompt
@@ -31,16 +33,18 @@ logger = logging.getLogger("asyncllm")
 class EngineGroup:
     """Implements `Core`. Made on the loop of its members, in the order of their ranks."""
 
-    def __init__(self, members: Sequence[Core], block_size: int) -> None:
+    def __init__(
+        self, members: Sequence[Core], input_processor: InputProcessor, block_size: int
+    ) -> None:
         self.members = members
-        # What the smallest window takes, all take.
-        processors = [member.input_processor for member in members]
-        self.input_processor = min(processors, key=lambda processor: processor.max_model_len)
+        self.input_processor = input_processor
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._router = Router([_capacity(member.stats(), block_size) for member in members])
         self._placed: dict[str, Placement] = {}  # by request id, from its placement to its end
         for rank, member in enumerate(members):
             member.failed.add_done_callback(partial(self._member_failed, rank))
+            if isinstance(member, RemoteCore):
+                member.changed = partial(self._member_changed, rank)
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -53,25 +57,34 @@ class EngineGroup:
         if request_id in self._placed:  # on whichever engine
             raise InvalidRequestError(f"request_id {request_id!r} is in use", "request_id")
         lora = given.lora_request
-        if lora is not None and given.adds_lora:
+        if lora is not None and given.adds_lora and self.lora.find(lora.lora_name) != lora:
             await self._add_lora(lora)
         key = repr((given.cache_salt or parsed.cache_salt, lora and lora.lora_name)).encode()
-        placement = self._router.place(ids, key)
+        if len(ids) <= self.input_processor.max_model_len:  # else it is refused, as it came
+            parsed = parsed._replace(text=text, token_ids=ids, messages=None)
+        given = replace(given, prompt=parsed, params=params)
+        while not await self._place(given, ids, key):
+            pass
+
+    async def _place(self, given: Submission, ids: list[int], key: bytes) -> bool:
+        """False where the engine that was chosen has just died."""
+        request_id, placement = given.arrival.request_id, self._router.place(ids, key)
         if placement is None:
             raise EngineDeadError(self.health() or "no engine takes requests")
         self._placed[request_id] = placement
-        if len(ids) <= self.input_processor.max_model_len:  # else it is refused, as it came
-            parsed = parsed._replace(text=text, token_ids=ids, messages=None)
         receive = self._noting(request_id, placement, given.sink)
         try:
-            await self.members[placement.rank].submit(
-                replace(given, prompt=parsed, params=params, sink=receive)
-            )
+            await self.members[placement.rank].submit(replace(given, sink=receive))
+        except EngineDeadError:
+            self._end(request_id, placement)
+            self._router.close(placement.rank)
+            return False
         except BaseException:
             self._end(request_id, placement)
             raise
         if given.arrival.is_aborted:
             self._end(request_id, placement)
+        return True
 
     async def _add_lora(self, lora: LoRARequest) -> None:
         """On all engines, as the next request for it may go to another."""
@@ -109,6 +122,14 @@ class EngineGroup:
         logger.critical("engine %d takes no more requests: %s", rank, failed.result())
         if not self.failed.done() and all(member.failed.done() for member in self.members):
             self.failed.set_result(self._reasons())
+
+    def _member_changed(self, rank: int, is_up: bool) -> None:
+        """Its process ended, or serves again with an empty cache; or its steps stand still."""
+        if is_up:
+            self._router.open(rank)
+        else:
+            self._router.close(rank)
+            self._router.forget(rank)
 
     def _reasons(self) -> str:
         """What is wrong, by rank."""
@@ -161,6 +182,7 @@ class EngineGroup:
             self._router.forget(rank)
 
     async def close(self) -> None:
+        self.input_processor.close()
         await asyncio.gather(*(member.close() for member in self.members))
 
 

@@ -1,30 +1,39 @@
-"""How several engines start: each by a loader of its own."""
+"""How several engines start: in this process one after the other, or each in its own process."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
-from asyncllm.config import EngineConfig
+from asyncllm.config import EngineArgs, EngineConfig
 from asyncllm.engine.core import Core
-from asyncllm.engine.core_loader import CoreLoader
+from asyncllm.engine.core_loader import CoreLoader, load_text
 from asyncllm.engine.data_parallel.group import EngineGroup
+from asyncllm.engine.data_parallel.remote import RemoteCore
+from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.stats import StatLogger
+from asyncllm.host import in_own_thread, num_cores
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+THREADS = "OMP_NUM_THREADS"
 
 
-class GroupLoader:
+class LocalGroupLoader:
     """As `CoreLoader`, of `data_parallel_size` engines. `recorder`: the first engine's."""
 
     def __init__(
         self, config: EngineConfig, recorder: Recorder, stat_loggers: list[StatLogger]
     ) -> None:
         self._config = config
-        recorders = [recorder, *(Recorder() for _ in range(config.data_parallel_size - 1))]
+        first = config.data_parallel_rank
         self._loaders = [
-            CoreLoader(replace(config, data_parallel_rank=rank), each, stat_loggers)
-            for rank, each in enumerate(recorders)
+            CoreLoader(replace(config, data_parallel_rank=first + i), each, stat_loggers)
+            for i, each in enumerate(_recorders(recorder, config.data_parallel_size))
         ]
 
     async def load(self, *, progress: bool) -> EngineGroup:
@@ -36,12 +45,106 @@ class GroupLoader:
         except BaseException:
             await _close(members)
             raise
-        return EngineGroup(members, self._config.block_size)
+        # What the smallest window takes, all take.
+        inputs = [member.input_processor for member in members]
+        least = min(inputs, key=lambda processor: processor.max_model_len)
+        return EngineGroup(members, least, self._config.block_size)
 
     async def join(self) -> None:
         for loader in self._loaders:
             await loader.join()
 
 
+class ProcessGroupLoader:
+    """The same, in processes that this one starts; it keeps the tokenizer. `args`: of all."""
+
+    def __init__(
+        self,
+        args: EngineArgs,
+        config: EngineConfig,
+        recorder: Recorder,
+        stat_loggers: list[StatLogger],
+    ) -> None:
+        self._args = args
+        self._config = config
+        self._recorder = recorder
+        self._stat_loggers = stat_loggers
+
+    async def load(self, *, progress: bool) -> EngineGroup:
+        """Raises `ValueError` or `ModelLoadError` for what cannot run, and leaves no process."""
+        config, size = self._config, self._config.data_parallel_size
+        environments = _environments(config.device, size, config.mesh.tp)
+        members = [
+            RemoteCore(rank, _engine_args(self._args, rank), environment, each, self._stat_loggers)
+            for rank, (environment, each) in enumerate(
+                zip(environments, _recorders(self._recorder, size), strict=True)
+            )
+        ]
+        imported: Future[None] = Future()
+        imported.set_result(None)
+        text = asyncio.create_task(in_own_thread(load_text, config, imported))
+        starts = [asyncio.create_task(member.start()) for member in members]
+        try:
+            await asyncio.gather(text, *starts)
+        except BaseException:
+            for task in (text, *starts):
+                task.cancel()
+            await asyncio.gather(text, *starts, return_exceptions=True)
+            await _close(members)
+            raise
+        max_model_len = min(member.ready.max_model_len for member in members)
+        inputs = InputProcessor(config, text.result(), max_model_len)
+        for member in members:
+            member.input_processor = inputs
+        return EngineGroup(members, inputs, config.block_size)
+
+    async def join(self) -> None:
+        """Nothing outlives a cancelled load."""
+
+
+def _recorders(first: Recorder, count: int) -> list[Recorder]:
+    return [first, *(Recorder() for _ in range(count - 1))]
+
+
 async def _close(members: Sequence[Core]) -> None:
     await asyncio.gather(*(member.close() for member in members))
+
+
+def _engine_args(args: EngineArgs, rank: int) -> dict[str, Any]:
+    """Of one engine, as plain values. Raises `ValueError` for a class that has no name."""
+    given = {**vars(args), "data_parallel_size": 1}
+    given["data_parallel_rank"] = args.data_parallel_rank + rank
+    if args.logits_processors:
+        given["logits_processors"] = [*map(_name_of, args.logits_processors)]
+    paths = {name: os.fspath(v) for name, v in given.items() if isinstance(v, os.PathLike)}
+    return given | paths
+
+
+def _name_of(processor: str | type) -> str:
+    if isinstance(processor, str):
+        return processor
+    if processor.__module__ == "__main__" or "." in processor.__qualname__:
+        raise ValueError(
+            f"logits_processors {processor.__qualname__}: an engine's process imports it by name; "
+            "put it into a module, or use data_parallel_backend uni"
+        )
+    return f"{processor.__module__}:{processor.__qualname__}"
+
+
+def _environments(device: str, count: int, ranks: int) -> list[dict[str, str]]:
+    """Of each engine's process: `ranks` GPUs, or a share of the cores. Raises `ValueError`."""
+    if device == "cpu":
+        threads = os.environ.get(THREADS, str(max(num_cores() // count, 1)))
+        return [{THREADS: threads}] * count
+    import torch  # the one question that only torch can answer
+
+    visible = os.environ.get(VISIBLE)
+    devices = [*map(str, range(torch.cuda.device_count()))]
+    if visible is not None:
+        devices = [name.strip() for name in visible.split(",") if name.strip()][: len(devices)]
+    if len(devices) < count * ranks:
+        raise ValueError(
+            f"data_parallel_size {count} times tensor_parallel_size {ranks} is over the "
+            f"{len(devices)} CUDA devices"
+        )
+    return [{VISIBLE: ",".join(devices[i * ranks : (i + 1) * ranks])} for i in range(count)]

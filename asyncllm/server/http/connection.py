@@ -136,7 +136,9 @@ class Connection(web.RequestHandler):
         else:
             error = as_api_error(exc or RuntimeError(message))
         error.close = True
-        return error.response()
+        response = error.response()
+        response.headers["Server"] = "asyncllm"  # what never reached the application: see app.py
+        return response
 
     def _watch_headers(self, seconds: float) -> None:
         loop = asyncio.get_running_loop()

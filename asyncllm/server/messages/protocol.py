@@ -45,7 +45,7 @@ class OutputConfig(msgspec.Struct):
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True):
-    """What makes the prompt."""
+    """The fields that make the prompt."""
 
     model: str | None = None
     messages: list[InputMessage]

@@ -168,7 +168,8 @@ class Metrics:
 
     def _labels(self, rank: int) -> Labels:
         """vLLM's, of its data-parallel engines."""
-        return {"model_name": self._model_name, "engine": str(rank)}
+        first = self._engine.config.data_parallel_rank
+        return {"model_name": self._model_name, "engine": str(first + rank)}
 
     def _make_exposition(self, sources: Sequence[Source]) -> Exposition:
         exposition = Exposition(self._prefix, [*map(self._labels, range(len(sources)))])

@@ -14,7 +14,7 @@ FinishReason = Literal["stop", "length", "tool_calls", "function_call", "abort",
 
 
 class ErrorDetail(Struct):
-    """What went wrong; `param` is the request's field that is to blame, if one is."""
+    """The error; `param` names the request's field that is to blame, if one is."""
 
     message: str
     type: str

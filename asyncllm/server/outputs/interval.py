@@ -14,7 +14,7 @@ from asyncllm.server.outputs.generation import Consumer
 
 @dataclass(slots=True)
 class _Held:
-    """Of one prompt. Its steps are told as text or as outputs, but for the first and the last."""
+    """One prompt's steps: held as text or as outputs, but for the first and the last."""
 
     has_begun: bool = False
     text: str = ""

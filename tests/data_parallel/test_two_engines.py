@@ -1,4 +1,4 @@
-"""Two engines of one process behind one face: answers are one engine's, and nothing is left."""
+"""Two engines behind one face, in one process or in two: answers are one engine's."""
 
 from __future__ import annotations
 
@@ -58,8 +58,11 @@ def rounded(value: Any) -> Any:
     return round(value, 3) if isinstance(value, float) else value
 
 
-def two_engines(**changes: Any) -> AsyncLLMEngine:
-    return small_engine(data_parallel_size=2, data_parallel_backend="uni", **changes)
+def two_engines(backend: str = "uni", **changes: Any) -> AsyncLLMEngine:
+    return small_engine(data_parallel_size=2, data_parallel_backend=backend, **changes)
+
+
+both = pytest.mark.parametrize("backend", ["uni", pytest.param("mp", marks=pytest.mark.slow)])
 
 
 def group_of(engine: AsyncLLMEngine) -> EngineGroup:
@@ -68,23 +71,26 @@ def group_of(engine: AsyncLLMEngine) -> EngineGroup:
     return group
 
 
-def test_answers_equal_one_engines() -> None:
+@both
+def test_answers_equal_one_engines(backend: str) -> None:
     async def main() -> None:
         async with small_engine() as one:
             expected = {name: await answers(one, params) for name, params in KINDS.items()}
-        async with two_engines() as two:
+        async with two_engines(backend) as two:
             for name, params in KINDS.items():
                 assert await answers(two, params) == expected[name], name
             assert min(r.recorder.generation_tokens for r in two.replicas) > 0
+            await until(lambda: not two.stats().num_used_pages)
             two.check_integrity()
             two.check_idle()
 
     run(main())
 
 
-def test_a_conversation_stays_where_it_is_cached() -> None:
+@both
+def test_a_conversation_stays_where_it_is_cached(backend: str) -> None:
     async def main() -> None:
-        async with two_engines(max_num_batched_tokens=512) as engine:
+        async with two_engines(backend, max_num_batched_tokens=512) as engine:
             prompts = [[7 + i] * 100 for i in range(4)]
             for prompt in prompts:
                 await engine.generate(prompt, GREEDY)
@@ -98,9 +104,10 @@ def test_a_conversation_stays_where_it_is_cached() -> None:
     run(main())
 
 
-def test_aborts_and_refusals_leave_nothing() -> None:
+@both
+def test_aborts_and_refusals_leave_nothing(backend: str) -> None:
     async def main() -> None:
-        async with two_engines() as engine:
+        async with two_engines(backend) as engine:
             with pytest.raises(InvalidRequestError, match="out of vocabulary"):
                 await engine.generate([1 << 30], GREEDY)
             refused = {"max_tokens": 100_000}
@@ -127,11 +134,12 @@ async def _end_of(engine: AsyncLLMEngine, name: str) -> str | None:
     return (await engine.generate("Hello", ENDLESS, name)).outputs[0].finish_reason
 
 
-def test_an_adapter_is_on_all_of_them(tmp_path: Path) -> None:
+@both
+def test_an_adapter_is_on_all_of_them(backend: str, tmp_path: Path) -> None:
     adapter = LoRARequest("it", lora_path=write_tiny_adapter(tmp_path / "it", 1))
 
     async def main() -> None:
-        async with two_engines(enable_lora=True) as engine:
+        async with two_engines(backend, enable_lora=True) as engine:
             await engine.add_lora(adapter)
             assert engine.list_loras() == [adapter]
             work = (engine.generate(p, GREEDY, lora_request=adapter) for p in PROMPTS)
@@ -182,13 +190,16 @@ def test_a_lost_device_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> Non
     run(main())
 
 
-def test_a_snapshot_is_of_both() -> None:
+@both
+def test_a_snapshot_is_of_both(backend: str) -> None:
     async def main() -> None:
-        async with two_engines() as engine:
+        async with two_engines(backend) as engine:
             await answers(engine, GREEDY)
+            ended = {"length": len(PROMPTS)}
+            await until(lambda: engine.snapshot().totals.finished.items() >= ended.items())
+            await until(lambda: len(engine.snapshot().pages.cells) == 240)  # after a beat
             snapshot = engine.snapshot()
             assert snapshot.totals.generation_tokens == len(PROMPTS) * 12
-            assert snapshot.totals.finished["length"] == len(PROMPTS)
             assert snapshot.latencies.time_to_first_token.count == len(PROMPTS)
             assert snapshot.pages.num_pages == len(snapshot.pages.cells) == 240
             starts = [step.start for step in snapshot.steps]

@@ -1,0 +1,212 @@
+"""An engine in a process of its own: `AsyncLLMEngine` behind a socket, for as long as that is open.
+
+Started by `RemoteCore` with its end of the socket. It ends with its parent, however that ends, and
+leaves signals to it: Ctrl-C reaches all processes of a terminal, and the parent drains first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+import uvloop
+
+from asyncllm.engine.async_engine import AsyncLLMEngine
+from asyncllm.engine.data_parallel import wire
+from asyncllm.engine.stats import IterationStats, SchedulerStats
+from asyncllm.outputs import RequestOutput
+
+PR_SET_PDEATHSIG = 1
+BEAT_SECONDS = 1.0
+MAX_PAGE_CELLS = 1024
+YOUNG_OBJECTS = 100_000  # before a collection: requests leave nothing for one
+
+
+class EngineServer:
+    """One engine for one connection. `ended` has a result when the process may end."""
+
+    def __init__(self) -> None:
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.connection = wire.Connection(wire.ToEngine, self._received, self._lost)
+        self._engine: AsyncLLMEngine | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # --- messages ----------------------------------------------------------------------------
+
+    def _received(self, message: wire.ToEngine) -> None:
+        match message:
+            case wire.Submit():
+                self._spawn(self._submit(message))
+            case wire.Abort(request_id, cause):
+                self.engine.abort(request_id, cause)
+            case wire.AddAdapter():
+                self._spawn(self._add_adapter(message))
+            case wire.RemoveAdapter(name):
+                self.engine.remove_lora(name)
+            case wire.PinAdapter(name):
+                self.engine.pin_lora(name)
+            case wire.ResetPrefixCache():
+                self.engine.reset_prefix_cache()
+            case wire.Start():
+                self._spawn(self._start(message))
+            case wire.Close():
+                self._end()
+
+    def _lost(self, why: str) -> None:
+        """Nobody wants anything any more."""
+        self._end()
+
+    def _end(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    @property
+    def engine(self) -> AsyncLLMEngine:
+        assert self._engine is not None, "the first message is Start"
+        return self._engine
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- its life ----------------------------------------------------------------------------
+
+    async def _start(self, given: wire.Start) -> None:
+        logging.basicConfig(
+            level=given.log_level,
+            format=f"%(asctime)s %(levelname)s engine {given.rank}: %(message)s",
+        )
+        try:
+            self._engine = engine = AsyncLLMEngine(**given.args)
+            await engine.start()
+        except Exception as error:
+            self._fail(error)
+            return
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
+        engine.stat_loggers.append(self)
+        stats = engine.stats()
+        self.connection.send(wire.Ready(engine.startup, engine.max_model_len, stats))
+        self._spawn(self._beat(max(-(-stats.num_pages // MAX_PAGE_CELLS), 1)))
+        self._fail(RuntimeError(await engine.wait_failed()))
+
+    def _fail(self, error: Exception) -> None:
+        self.connection.send(wire.Failed(wire.Error.of(error)))
+        self.connection.flush()
+        self._end()
+
+    async def _beat(self, pages_per_cell: int) -> None:
+        engine = self.engine
+        (replica,) = engine.replicas
+        recorder = replica.recorder
+        while True:
+            running, waiting = engine.lora_activity()
+            work = replica.work
+            totals = {
+                "host_seconds": recorder.host_seconds,
+                "loop_lag": (recorder.loop_lag.counts.tolist(), recorder.loop_lag.total),
+                "work": ([[*kind, n] for kind, n in work.steps.items()], work.num_tokens,
+                         work.num_padding),
+            }  # fmt: skip
+            self.connection.send(
+                wire.Beat(
+                    engine.health(), engine.stats(), replica.picture(pages_per_cell),
+                    pages_per_cell, running, waiting, totals,
+                )
+            )  # fmt: skip
+            await asyncio.sleep(BEAT_SECONDS)
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        if self._engine is not None:
+            await self._engine.aclose()
+        self.connection.close()
+
+    # --- requests ----------------------------------------------------------------------------
+
+    async def _submit(self, given: wire.Submit) -> None:
+        name = given.request_id
+
+        def sink(output: RequestOutput) -> None:
+            self.connection.send(_output(output))
+
+        def text_sink(text: str, num_tokens: int) -> None:
+            self.connection.send(wire.Text(name, text, num_tokens))
+
+        error = None
+        try:
+            await self.engine.add_request(
+                name,
+                given.prompt,
+                wire.params_from_wire(given.params),
+                sink,
+                text_sink=text_sink if given.takes_text else None,
+                priority=given.priority,
+                cache_salt=given.cache_salt,
+                lora_request=None if given.adapter is None else given.adapter.request,
+            )
+        except Exception as refused:
+            error = wire.Error.of(refused)
+        self.connection.send(wire.Accepted(name, error))
+
+    async def _add_adapter(self, given: wire.AddAdapter) -> None:
+        error = None
+        try:
+            await self.engine.add_lora(given.adapter.request, load_inplace=given.reload)
+        except Exception as refused:
+            error = wire.Error.of(refused)
+        self.connection.send(wire.Done(given.number, error))
+
+    def record(self, scheduler: SchedulerStats, iteration: IterationStats) -> None:
+        """As a `StatLogger`."""
+        self.connection.send(wire.Record.of(scheduler, iteration))
+
+
+def _output(output: RequestOutput) -> wire.Output:
+    prompt_logprobs = output.prompt_logprobs
+    return wire.Output(
+        output.request_id,
+        output.outputs,
+        output.finished,
+        output.metrics,
+        output.num_cached_tokens,
+        output.num_unreturned_tokens,
+        None if prompt_logprobs is None else list(prompt_logprobs),
+        None if output.error is None else wire.Error.of(output.error),
+    )
+
+
+async def serve(connected: socket.socket) -> None:
+    loop, server = asyncio.get_running_loop(), EngineServer()
+    await loop.create_unix_connection(lambda: server.connection, sock=connected)
+    await server.ended
+    await server.close()
+
+
+def end_with(parent: int) -> None:
+    """Also where the parent is killed while this process cannot run Python."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended already
+        os._exit(0)
+
+
+def main() -> None:
+    """argv: the parent's process id, the socket's file descriptor."""
+    end_with(int(sys.argv[1]))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    uvloop.run(serve(socket.socket(fileno=int(sys.argv[2]))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""A process of an engine and the socket to it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from asyncllm.engine.data_parallel import wire
+from asyncllm.host import in_own_thread
+
+MODULE = "asyncllm.engine.data_parallel.process"
+STDERR = 2
+EXIT_SECONDS = 5.0  # to end by itself, once it is told to
+
+
+class EngineProcess:
+    """`lost` has a result when nothing will come from it any more: why."""
+
+    def __init__(
+        self, environment: Mapping[str, str], received: Callable[[wire.FromEngine], None]
+    ) -> None:
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.last_heard = time.monotonic()
+        self._environment = environment
+        self._received = received
+        self.connection = wire.Connection(wire.FromEngine, self._hear, self.lose)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def connect(self) -> None:
+        """Start it, in this thread: it ends with the thread that started it. Raises `OSError`."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: ASYNC220 (a fork, at the start)
+                [sys.executable, "-m", MODULE, str(os.getpid()), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=STDERR,  # stdout is for the application
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, **self._environment},
+                start_new_session=True,  # Ctrl-C is for its parent alone
+            )
+        loop = asyncio.get_running_loop()
+        await loop.create_unix_connection(lambda: self.connection, sock=ours)
+
+    def _hear(self, message: wire.FromEngine) -> None:
+        self.last_heard = time.monotonic()
+        self._received(message)
+
+    def lose(self, why: str) -> None:
+        if not self.lost.done():
+            self.lost.set_result(why)
+
+    async def kill(self) -> str:
+        """How it ended."""
+        self.connection.close()
+        if self._process is None:
+            return "it was not started"
+        self._process.kill()
+        code = await in_own_thread(self._process.wait)
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+    async def end(self) -> None:
+        """It was told to end."""
+        self.connection.flush()
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                await in_own_thread(self._process.wait, EXIT_SECONDS)
+        await self.kill()

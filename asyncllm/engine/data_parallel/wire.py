@@ -1,0 +1,328 @@
+"""What the server's process and an engine's process say to each other, as length-prefixed msgpack.
+
+Each message is a record with a tag; what is not of these types is refused while it is decoded, so
+nothing that arrives is ever code. A request's prompt is sent once and never back. Times are
+`time.monotonic()`, which all processes of a host share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from struct import Struct as Packing
+from typing import Any, cast
+
+import msgspec
+
+from asyncllm.engine.stats import (
+    AbortCause,
+    FinishedRequestStats,
+    IterationStats,
+    SchedulerStats,
+    StepRecord,
+)
+from asyncllm.engine.text.prompt import ParsedPrompt
+from asyncllm.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    InvalidRequestError,
+    LoRALoadError,
+    ModelLoadError,
+    QueueFullError,
+    RequestFailedError,
+)
+from asyncllm.lora import LoRARequest
+from asyncllm.outputs import CompletionOutput, Logprob, RequestMetrics
+from asyncllm.sampling_params import RequestOutputKind, SamplingParams
+from asyncllm.step_plan import StepKind
+from asyncllm.structured_outputs import ReasoningMarkers, StructuredOutputsParams
+
+LENGTH = Packing("<I")
+MAX_FRAME_BYTES = 1 << 28
+ERRORS: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        ContextLengthError, EngineDeadError, InvalidRequestError, LoRALoadError, ModelLoadError,
+        QueueFullError, RequestFailedError, ValueError,
+    )
+}  # fmt: skip
+
+
+class Message(msgspec.Struct, array_like=True, tag=True, gc=False):
+    """One of those below."""
+
+
+class Error(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    kind: str
+    text: str
+    param: str | None = None
+    code: str | None = None
+
+    @classmethod
+    def of(cls, error: Exception) -> Error:
+        """Of a kind that the other side knows, or its name in the text."""
+        kind, text = type(error).__name__, str(error)
+        if kind not in ERRORS:
+            kind, text = "RequestFailedError", f"{kind}: {text}"
+        return cls(kind, text, getattr(error, "param", None), getattr(error, "code", None))
+
+    @property
+    def error(self) -> Exception:
+        found = ERRORS.get(self.kind, RequestFailedError)(self.text)
+        if isinstance(found, InvalidRequestError):
+            found.param, found.code = self.param, self.code
+        return found
+
+
+# --- to the engine -------------------------------------------------------------------------------
+
+
+class Start(Message):
+    """`args`: fields of `EngineArgs`."""
+
+    args: dict[str, Any]
+    rank: int
+    log_level: int
+
+
+class Adapter(msgspec.Struct, array_like=True, frozen=True):
+    name: str
+    int_id: int
+    path: str
+    base: str | None
+
+    @classmethod
+    def of(cls, request: LoRARequest) -> Adapter:
+        path = str(request.lora_path)
+        return cls(request.lora_name, request.lora_int_id, path, request.base_model_name)
+
+    @property
+    def request(self) -> LoRARequest:
+        return LoRARequest(self.name, self.int_id, self.path, self.base)
+
+
+class Submit(Message):
+    request_id: str
+    prompt: ParsedPrompt
+    params: dict[str, Any]
+    priority: int
+    cache_salt: str | None
+    adapter: Adapter | None
+    takes_text: bool  # whether its client has a `text_sink`
+
+
+class Abort(Message):
+    request_id: str
+    cause: AbortCause
+
+
+class AddAdapter(Message):
+    """Answered by `Done` of that number."""
+
+    number: int
+    adapter: Adapter
+    reload: bool
+
+
+class RemoveAdapter(Message):
+    name: str
+
+
+class PinAdapter(Message):
+    name: str
+
+
+class ResetPrefixCache(Message):
+    pass
+
+
+class Close(Message):
+    pass
+
+
+# --- from the engine -----------------------------------------------------------------------------
+
+
+class Ready(Message):
+    startup: dict[str, Any]
+    max_model_len: int
+    stats: SchedulerStats
+
+
+class Failed(Message):
+    """It could not start, or it is dead."""
+
+    error: Error
+
+
+class Accepted(Message):
+    """`error`: why not."""
+
+    request_id: str
+    error: Error | None = None
+
+
+class Output(Message):
+    """A `RequestOutput` but for its prompt."""
+
+    request_id: str
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics | None
+    num_cached_tokens: int
+    num_unreturned_tokens: int
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    error: Error | None
+
+
+class Text(Message):
+    """What `text_sink` gets."""
+
+    request_id: str
+    text: str
+    num_tokens: int
+
+
+class Record(Message):
+    """What a `StatLogger` gets; `values`: fields of `IterationStats` but for the next two."""
+
+    stats: SchedulerStats
+    values: dict[str, Any]
+    step: dict[str, Any] | None
+    finished: list[FinishedRequestStats]
+
+    @classmethod
+    def of(cls, stats: SchedulerStats, iteration: IterationStats) -> Record:
+        values = {f.name: getattr(iteration, f.name) for f in fields(iteration)}
+        step, finished = values.pop("step"), values.pop("finished")
+        return cls(stats, values, None if step is None else asdict(step), finished)
+
+    @property
+    def iteration(self) -> IterationStats:
+        given, step = self.step, None
+        if given is not None:
+            step = StepRecord(**{**given, "kind": StepKind(given["kind"])})
+        return IterationStats(**self.values, step=step, finished=self.finished)
+
+
+class Beat(Message):
+    """Once a second, as long as the event loop turns."""
+
+    health: str | None
+    stats: SchedulerStats
+    picture: str
+    pages_per_cell: int
+    running: list[str]  # adapters
+    waiting: list[str]
+    totals: dict[str, Any]
+
+
+class Done(Message):
+    number: int
+    error: Error | None = None
+
+
+ToEngine = (
+    Start | Submit | Abort | AddAdapter | RemoveAdapter | PinAdapter | ResetPrefixCache | Close
+)
+FromEngine = Ready | Failed | Accepted | Output | Text | Record | Beat | Done
+
+
+# --- sampling parameters -------------------------------------------------------------------------
+
+
+def params_to_wire(params: SamplingParams) -> dict[str, Any]:
+    """Its fields that are no defaults. Raises `InvalidRequestError` for what is code."""
+    if params.logits_processors:
+        raise InvalidRequestError(
+            "logits_processors are functions of this process: they need data_parallel_backend uni",
+            "logits_processors",
+        )
+    given = {f.name: getattr(params, f.name) for f in fields(params)}
+    defaults = {f.name: f.default for f in fields(params)}
+    return {name: value for name, value in given.items() if value != defaults[name]}
+
+
+def params_from_wire(given: dict[str, Any]) -> SamplingParams:
+    """Raises `InvalidRequestError`."""
+    if "output_kind" in given:
+        given["output_kind"] = RequestOutputKind(given["output_kind"])
+    if (structured := given.get("structured_outputs")) is not None:
+        names = {f.name for f in fields(StructuredOutputsParams) if f.init}
+        values = {name: structured[name] for name in names}
+        if values["after"] is not None:
+            values["after"] = ReasoningMarkers(**values["after"])
+        given["structured_outputs"] = StructuredOutputsParams(**values)
+    return SamplingParams(**given)
+
+
+# --- the connection ------------------------------------------------------------------------------
+
+
+class Connection(asyncio.Protocol):
+    """One end of a socket: `received` gets each message, `lost` why there will be no more."""
+
+    def __init__(
+        self, types: Any, received: Callable[[Any], None], lost: Callable[[str], None]
+    ) -> None:
+        self._decoder = msgspec.msgpack.Decoder(list[types])
+        self._encoder = msgspec.msgpack.Encoder()
+        self._received = received
+        self._lost = lost
+        self._bytes = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self._unsent: list[Message] = []
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+
+    def data_received(self, data: bytes) -> None:
+        self._bytes += data
+        try:
+            while (frame := self._frame()) is not None:
+                for message in self._decoder.decode(frame):
+                    self._received(message)
+        except (msgspec.MsgspecError, ValueError) as error:
+            self._end(f"it sent what is no message: {error}")
+
+    def _frame(self) -> bytes | None:
+        if len(self._bytes) < LENGTH.size:
+            return None
+        (size,) = LENGTH.unpack_from(self._bytes)
+        if size > MAX_FRAME_BYTES:
+            raise ValueError(f"{size} bytes are over {MAX_FRAME_BYTES}")
+        end = LENGTH.size + size
+        if len(self._bytes) < end:
+            return None
+        frame = bytes(self._bytes[LENGTH.size : end])
+        del self._bytes[:end]
+        return frame
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._end("its connection is closed" if error is None else str(error))
+
+    def send(self, message: Message) -> None:
+        """With all others of this turn of the loop, in one frame. Without effect after the end."""
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self.flush)
+        self._unsent.append(message)
+
+    def flush(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        if unsent and self._transport is not None:
+            body = self._encoder.encode(unsent)
+            self._transport.write(LENGTH.pack(len(body)) + body)
+
+    def close(self) -> None:
+        """What was sent before still goes. `lost` is not called."""
+        self.flush()
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()
+
+    def _end(self, why: str) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+            self._transport = None
+            self._lost(why)

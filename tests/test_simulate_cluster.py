@@ -1,0 +1,72 @@
+"""The cluster's simulation: the same numbers each time, and a model that gives measured figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+# docs/PERFORMANCE.md, one H100, the 8B: workload -> figure -> value
+MEASURED: dict[str, dict[str, float]] = {
+    "lat8": {"tpot_p50": 5.23, "ttft_p50": 16.2},
+    "rate8": {"tpot_p50": 6.35, "ttft_p50": 31.3},
+    "long": {"total_per_s": 31_807, "ttft_p50": 352},
+}
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+
+def simulate(policy: str, seed: int = 0) -> dict[str, float]:
+    import simulate_cluster as cluster
+
+    traffic = cluster.Traffic(conversations_per_s=2.0, pause_s=1.0, mean_turns=4.0)
+    result: dict[str, float] = cluster.simulate(2, policy, 4.0, traffic, seed)
+    return result
+
+
+@pytest.mark.usefixtures("scripts")
+def test_a_small_cluster() -> None:
+    """By affinity more is cached, and first tokens come sooner; the same numbers each time."""
+    found = {name: simulate(name) for name in ("random", "round robin", "least load", "affinity")}
+    assert all(each["requests"] > 10 for each in found.values())
+    assert found["affinity"] == simulate("affinity")
+    assert found["affinity"] != simulate("affinity", seed=1)
+    best = found.pop("affinity")
+    assert all(best["cached_share"] > each["cached_share"] for each in found.values())
+    assert all(best["ttft_p50"] <= each["ttft_p50"] for each in found.values())
+
+
+@pytest.mark.usefixtures("scripts")
+def test_nothing_is_lost() -> None:
+    import simulate_cluster as cluster
+
+    traffic = cluster.Traffic(conversations_per_s=2.0, pause_s=1.0, mean_turns=3.0)
+    device = cluster.DEVICES["8b-h100"]
+    router = cluster.policies(3, device, 0)["affinity"]()
+    simulation = cluster.Simulation(3, device, traffic, router, 3.0, 0)
+    simulation.run()
+    for client in simulation.ended:
+        assert client.arrival < client.first <= client.last
+    assert len(simulation.ended) > 10 and not simulation._clients
+    router.check_integrity()
+    assert all(router.load(rank) == 0 for rank in range(3))
+    for engine in simulation._engines:
+        engine.scheduler.check_empty()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("scripts")
+@pytest.mark.parametrize("workload", MEASURED)
+def test_the_model_gives_the_figures_of_an_h100(workload: str) -> None:
+    import simulate_schedule as schedule
+
+    device = schedule.DEVICES["8b-h100"]
+    policy = schedule.policies(device)["default"]
+    found: dict[str, Any] = schedule.simulate(device, schedule.WORKLOADS[workload], policy)
+    for figure, value in MEASURED[workload].items():
+        assert found[figure] == pytest.approx(value, rel=0.1), figure
