@@ -150,7 +150,7 @@ def plan_memory(
     max_model_len = min(model_len, fits)
     return MemoryPlan(
         num_pages,
-        num_host_pages,
+        mesh.least(num_host_pages),
         max_model_len,
         groups,
         num_snapshots,
