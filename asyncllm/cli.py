@@ -60,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     if command in STARTING:
-        begin_fast_start(engine_args.device)
+        # Where engines have processes of their own this one needs no device.
+        is_one = engine_args.data_parallel_size == 1
+        begin_fast_start(engine_args.device if is_one else "cpu")
     if command == "serve":
         return _run_command(partial(_serve, engine_args, server_args))
     options = argparse.Namespace(**given)

@@ -7,29 +7,24 @@ None stand for. Sizes that need the device (pages, context that fits) are settle
 
 from __future__ import annotations
 
-import importlib
 import math
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from numbers import Integral, Real
-from os import PathLike
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
-from asyncllm.host import num_cores
+from asyncllm import flag_values
+from asyncllm.flag_values import flag
+from asyncllm.generation_config import GenerationDefaults, read_generation_defaults
 from asyncllm.hub.files import Part
 from asyncllm.mesh_config import MeshConfig
 from asyncllm.model_config import (
-    GenerationDefaults,
     ModelConfig,
     ModelImplementation,
     Quantization,
     hub_repo,
-    read_generation_defaults,
     resolve_model_path,
 )
-from asyncllm.sampling_limits import shown
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "half", "float"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -43,19 +38,10 @@ DataParallelBackend = Literal["auto", "uni", "mp"]
 
 GIB = 1 << 30
 DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
-MAX_NUM_SEQS_LIMIT = 4096
+FP8 = "float8_e4m3fn"
+KV_DTYPE_NAMES = {"fp8": FP8, "fp8_e4m3": FP8, "fp8_e5m2": "float8_e5m2"}
 MAX_RANKS = 64
-KV_DTYPE_NAMES = {
-    "fp8": "float8_e4m3fn",
-    "fp8_e4m3": "float8_e4m3fn",
-    "fp8_e5m2": "float8_e5m2",
-}
-MAX_LORA_RANK = 512  # as vLLM's
-DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's short ones, as in vLLM
-# 272 and 528: a few decodes beside half a chunk of prompts, or a chunk, of a large model.
-PREFILL_GRAPH_SIZES = tuple(
-    sorted({16, *range(32, 257, 32), *range(320, 1089, 64), *range(1152, 2049, 128), 272, 528})
-)
+DURATION = {"above": 0, "below": math.inf}
 
 
 @dataclass(frozen=True)
@@ -114,11 +100,6 @@ class EngineConfig:
         return self.max_num_seqs + 1
 
 
-def flag(default: Any, help: str, *, least: float | None = None) -> Any:
-    """A dataclass field with its flag's help text and the least value that it takes."""
-    return field(default=default, metadata={"help": help, "least": least})
-
-
 @dataclass
 class EngineArgs:
     """The engine's flags."""
@@ -152,11 +133,11 @@ class EngineArgs:
         None, "bytes for the KV cache, instead of profiling", least=1
     )
     gpu_memory_utilization: float = flag(
-        0.9, "share of device memory; on a CPU the KV cache takes a tenth"
+        0.9, "share of device memory; on a CPU the KV cache takes a tenth", above=0, most=1
     )
-    swap_space: float = flag(4.0, "CPU memory for swapped pages, GiB", least=0)
+    swap_space: float = flag(4.0, "CPU memory for swapped pages, GiB", least=0, below=math.inf)
     enable_prefix_caching: bool = flag(True, "share equal prefixes")
-    max_num_seqs: int = flag(256, "sequences that run at once", least=1)
+    max_num_seqs: int = flag(256, "sequences that run at once", least=1, most=4096)
     max_num_batched_tokens: int | None = flag(
         None, "tokens per step, default 8192 on CUDA, 2048 on CPU", least=1
     )
@@ -180,7 +161,9 @@ class EngineArgs:
     max_logprobs: int = flag(20, "most logprobs a request may ask for; -1: all", least=-1)
     enable_lora: bool = flag(False, "serve LoRA adapters beside the model")
     max_loras: int = flag(8, "adapters that requests may use at once", least=1)
-    max_lora_rank: int = flag(16, "largest rank of an adapter; all take memory for it", least=1)
+    max_lora_rank: int = flag(
+        16, "largest rank of an adapter; all take memory for it", least=1, most=512
+    )
     max_cpu_loras: int | None = flag(
         None, "adapters kept in CPU memory, default: max_loras", least=1
     )
@@ -198,9 +181,13 @@ class EngineArgs:
     reasoning_parser: str = flag("auto", "how the model writes reasoning; auto: see its template")
     max_queued_requests: int = flag(4096, "requests that may wait; more are refused", least=1)
     max_queued_tokens: int = flag(1 << 23, "prompt tokens that may wait; more are refused", least=1)
-    max_queue_seconds: float = flag(600.0, "longest wait for a first step, then 503; may be inf")
+    max_queue_seconds: float = flag(
+        600.0, "longest wait for a first step, then 503; may be inf", above=0
+    )
     watchdog_timeout: float = flag(
-        30.0, "seconds without a finished step, amid requests, until /health says so"
+        30.0,
+        "seconds without a finished step, amid requests, until /health says so",
+        **DURATION,
     )
     tensor_parallel_size: int = flag(1, "ranks that divide every layer, one process each", least=1)
     pipeline_parallel_size: int = flag(
@@ -210,7 +197,9 @@ class EngineArgs:
         False, "ranks divide experts by number, not each of them by size"
     )
     distributed_timeout_seconds: float = flag(
-        8.0, "until a rank that does not answer, or keeps the others waiting, counts as lost"
+        8.0,
+        "until a rank that does not answer, or keeps the others waiting, counts as lost",
+        **DURATION,
     )
     data_parallel_size: int = flag(
         1, "engines, each with all of the model; a request runs on one of them", least=1
@@ -224,33 +213,44 @@ class EngineArgs:
 
     def create_engine_config(self) -> EngineConfig:
         """Validate and resolve. Raises `ValueError` naming the flag, or `ModelLoadError`."""
-        self._check()
+        flag_values.check_fields(self)
+        if self.calculate_kv_scales and self.kv_cache_dtype == "auto":
+            raise ValueError("calculate_kv_scales is for an fp8 kv_cache_dtype")
+        if any(not name for name in self.served_model_name or []):
+            raise ValueError("served_model_name must not be empty")
         path = self._model_path()
         model = ModelConfig.from_folder(path, self.model_impl)
         if self.quantization is not None:
-            model = _quantized(model, self.quantization)
+            if model.implementation != "asyncllm":
+                raise ValueError(
+                    f"quantization {self.quantization} is for asyncllm's own models: "
+                    f"{model.architecture} is run by transformers' code"
+                )
+            model = replace(model, quantization=self.quantization)
         if self.max_model_len is not None and self.max_model_len > model.context_window:
             raise ValueError(
                 f"max_model_len {self.max_model_len} is over the model's window of "
                 f"{model.context_window} tokens"
             )
-        device = _resolve_device(self.device)
+        device = flag_values.resolve_device(self.device)
         max_tokens = self.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS[device]
         resolved: dict[str, Any] = {
             "model": model,
             "tokenizer_path": self._tokenizer_path(path),
             "served_model_names": tuple(self.served_model_name or [self._name()]),
             "device": device,
-            "dtype": (dtype := self._resolve_dtype(model, device)),
+            "dtype": (dtype := flag_values.resolve_dtype(self.dtype, model, device)),
             "kv_cache_dtype": KV_DTYPE_NAMES.get(self.kv_cache_dtype, dtype),
             "swap_space_bytes": int(self.swap_space * GIB),
             "max_num_batched_tokens": max_tokens,
-            "max_lora_rank": _kernel_rank(self.max_lora_rank),
+            "max_lora_rank": flag_values.kernel_rank(self.max_lora_rank),
             "max_cpu_loras": max(self.max_loras, self.max_cpu_loras or 0),
-            "data_parallel_backend": self._data_parallel_backend(device),
-            "cuda_graph_sizes": _graph_sizes(self.cuda_graph_sizes, self.max_num_seqs),
-            "prefill_graph_sizes": _prefill_graph_sizes(self.prefill_graph_sizes, max_tokens),
-            "logits_processors": tuple(map(_resolve_class, self.logits_processors or ())),
+            "data_parallel_backend": flag_values.resolve_data_parallel_backend(
+                self.data_parallel_backend, self.data_parallel_size, device
+            ),
+            "cuda_graph_sizes": flag_values.decode_sizes(self.cuda_graph_sizes, self.max_num_seqs),
+            "prefill_graph_sizes": flag_values.prefill_sizes(self.prefill_graph_sizes, max_tokens),
+            "logits_processors": flag_values.resolve_classes(self.logits_processors),
             "mesh": self._mesh(device),
             "generation_defaults": read_generation_defaults(
                 self.generation_config, path, self.override_generation_config
@@ -259,20 +259,10 @@ class EngineArgs:
         rest = {f.name for f in fields(EngineConfig)} - resolved.keys()  # as they were given
         return EngineConfig(**resolved, **{name: getattr(self, name) for name in rest})
 
-    def _data_parallel_backend(self, device: str) -> DataParallelBackend:
-        """Engines of one process would take turns with one CUDA context, and with the GIL."""
-        if self.data_parallel_backend == "uni" and device == "cuda" and self.data_parallel_size > 1:
-            raise ValueError("data_parallel_backend uni is for engines on a CPU")
-        if self.data_parallel_backend != "auto":
-            return self.data_parallel_backend
-        return "mp" if device == "cuda" or num_cores() > self.data_parallel_size else "uni"
-
     def _mesh(self, device: str) -> MeshConfig:
         tp, pp = self.tensor_parallel_size, self.pipeline_parallel_size
         if self.enable_expert_parallel and tp == 1:
             raise ValueError("enable_expert_parallel needs a tensor_parallel_size above 1")
-        if self.enable_lora and pp > 1:
-            raise ValueError(f"enable_lora: no adapters with pipeline_parallel_size {pp}")
         if (size := tp * pp) > MAX_RANKS:
             raise ValueError(
                 f"tensor_parallel_size {tp} times pipeline_parallel_size {pp} is over {MAX_RANKS}"
@@ -300,139 +290,9 @@ class EngineArgs:
         repo = hub_repo(self.model, self.revision)
         return self.model if repo is None else repo.name
 
-    def _resolve_dtype(self, model: ModelConfig, device: str) -> str:
-        dtype: str = DTYPE_NAMES.get(self.dtype, self.dtype)
-        if dtype == "auto":
-            dtype = "float32" if device == "cpu" else model.dtype_name
-        if dtype not in ("float32", "bfloat16", "float16"):
-            raise ValueError(f"dtype {dtype} of {model.path} is not supported: pass --dtype")
-        return dtype
-
     def _tokenizer_path(self, model: Path) -> Path | None:
         if self.skip_tokenizer_init:
             return None
         if not self.tokenizer:
             return model
         return resolve_model_path(self.tokenizer, None, self.download_dir, ["tokenizer"])
-
-    def _check(self) -> None:
-        hints = get_type_hints(EngineArgs)
-        for given in fields(self):
-            _check_field(given, hints[given.name], getattr(self, given.name))
-        if self.calculate_kv_scales and self.kv_cache_dtype == "auto":
-            raise ValueError("calculate_kv_scales is for an fp8 kv_cache_dtype")
-        if not self.max_queue_seconds > 0:
-            raise ValueError(f"max_queue_seconds must be positive, got {self.max_queue_seconds}")
-        if not 0 < self.distributed_timeout_seconds < math.inf:
-            raise ValueError(
-                f"distributed_timeout_seconds must be positive, got "
-                f"{self.distributed_timeout_seconds}"
-            )
-        if not 0 < self.watchdog_timeout < math.inf:
-            raise ValueError(f"watchdog_timeout must be positive, got {self.watchdog_timeout}")
-        if not self.swap_space < math.inf:
-            raise ValueError(f"swap_space must be finite, got {self.swap_space}")
-        if any(not name for name in self.served_model_name or []):
-            raise ValueError("served_model_name must not be empty")
-        if self.max_num_seqs > MAX_NUM_SEQS_LIMIT:
-            raise ValueError(f"max_num_seqs {self.max_num_seqs} is over {MAX_NUM_SEQS_LIMIT}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(
-                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
-            )
-
-
-def _check_field(given: Field[Any], hint: Any, value: Any) -> None:
-    arms = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    literals = [arm for arm in arms if get_origin(arm) is Literal]
-    if literals:
-        choices = get_args(literals[0])
-        if value not in choices and not (value is None and NoneType in arms):
-            listed = ", ".join(choices)
-            raise ValueError(f"{given.name} must be one of {listed}, got {shown(value)}")
-    elif not _has_type(value, hint):
-        raise ValueError(f"{given.name} must be of type {given.type}, got {shown(value)}")
-    least = given.metadata["least"]
-    if least is not None and value is not None and value < least:
-        raise ValueError(f"{given.name} must be at least {least}, got {value}")
-
-
-def _has_type(value: object, hint: Any) -> bool:
-    """Whether a field takes it. A bool is no number; a path is a text, a tuple is a list."""
-    if get_origin(hint) is UnionType:
-        return any(_has_type(value, arm) for arm in get_args(hint))
-    if get_origin(hint) is list:
-        (item,) = get_args(hint)
-        return isinstance(value, list | tuple) and all(_has_type(each, item) for each in value)
-    if isinstance(value, bool):
-        return hint is bool
-    return isinstance(value, _ACCEPTED.get(hint, get_origin(hint) or hint))
-
-
-_ACCEPTED: dict[Any, Any] = {int: Integral, float: Real, str: (str, PathLike)}
-
-
-def _quantized(model: ModelConfig, quantization: Quantization) -> ModelConfig:
-    if model.implementation != "asyncllm":
-        raise ValueError(
-            f"quantization {quantization} is for asyncllm's own models: {model.architecture} is "
-            "run by transformers' code"
-        )
-    return replace(model, quantization=quantization)
-
-
-def _resolve_class(named: str | type) -> type:
-    """A class, or what "module:Class" names. Raises `ValueError`."""
-    if not isinstance(named, str):
-        return named
-    module, colon, name = named.partition(":")
-    if not (module and colon and name):
-        raise ValueError(f"logits_processors must be module:Class, got {named!r}")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"logits_processors {named}: {error}") from error
-    if not isinstance(found, type):
-        raise ValueError(f"logits_processors {named} is not a class")
-    return found
-
-
-def _resolve_device(name: str) -> Literal["cpu", "cuda"]:
-    if name == "cpu":
-        return "cpu"
-    import torch  # the one question that only torch can answer
-
-    if torch.cuda.is_available():
-        return "cuda"
-    if name == "cuda":
-        raise ValueError("device cuda: torch finds no CUDA device")
-    return "cpu"
-
-
-def _kernel_rank(max_lora_rank: int) -> int:
-    """A power of two that kernels' tiles may have."""
-    if max_lora_rank > MAX_LORA_RANK:
-        raise ValueError(f"max_lora_rank {max_lora_rank} is over {MAX_LORA_RANK}")
-    return max(16, 1 << (max_lora_rank - 1).bit_length())
-
-
-def _graph_sizes(sizes: list[int] | None, max_num_seqs: int) -> tuple[int, ...]:
-    """Decode batch sizes to capture, ascending, the last one max_num_seqs."""
-    if sizes is None:
-        sizes = [1, 2, 4, 8, 12, *range(16, 257, 8), *range(288, 513, 32)]
-        sizes = [size for size in sizes if size < max_num_seqs] + [min(max_num_seqs, 512)]
-    if any(size < 1 or size > max_num_seqs for size in sizes):
-        raise ValueError(f"cuda_graph_sizes must be between 1 and max_num_seqs, got {sizes}")
-    return tuple(sorted(set(sizes)))
-
-
-def _prefill_graph_sizes(sizes: list[int] | None, max_tokens: int) -> tuple[int, ...]:
-    """Tokens per step to capture, ascending. Steps of more tokens are long enough to launch."""
-    if sizes is None:
-        largest = min(max_tokens, PREFILL_GRAPH_SIZES[-1])
-        sizes = [size for size in PREFILL_GRAPH_SIZES if size < largest] + [largest]
-    if any(size < 0 or size > max_tokens for size in sizes):
-        raise ValueError(
-            f"prefill_graph_sizes must be between 0 and max_num_batched_tokens, got {sizes}"
-        )
-    return tuple(sorted(set(sizes) - {0}))

@@ -5,16 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+# Of the built-in model, by name in place of a folder.
+BUILTIN_ADAPTERS = {"tiny-pirate": Path(__file__).parent / "assets" / "tiny-pirate"}
+
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
     """An adapter, under vLLM's name and in its order of fields.
 
     `lora_name` is what tells adapters apart; `lora_int_id` is taken for vLLM's sake and means
-    nothing here. `lora_path`: a folder with adapter_config.json and adapter_model.safetensors.
+    nothing here. `lora_path`: a folder with adapter_config.json and adapter_model.safetensors, or
+    the name of a built-in adapter.
     """
 
     lora_name: str
     lora_int_id: int = 1
     lora_path: str | Path = ""
     base_model_name: str | None = None
+
+    @property
+    def folder(self) -> Path:
+        return BUILTIN_ADAPTERS.get(str(self.lora_path), Path(self.lora_path))

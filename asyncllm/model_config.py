@@ -10,16 +10,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from asyncllm.errors import InvalidRequestError, ModelLoadError, one_line
+from asyncllm.errors import ModelLoadError, one_line
 from asyncllm.gguf_file import SUFFIX, unpack_gguf
 from asyncllm.hub.cache import Repo, cache_folder
 from asyncllm.hub.download import find_or_download
 from asyncllm.hub.files import Part
-from asyncllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -66,6 +65,7 @@ UNSERVED = {
 }
 ModelImplementation = Literal["auto", "asyncllm", "transformers"]
 Quantization = Literal["fp8", "int8", "int4"]
+RECURRENT_WINDOW = 32_768  # tokens, without max_model_len, of a model that knows no positions
 MAX_LAYERS = 10_000  # some of the library's classes make a list with an entry for each
 SIZES = (
     "vocab_size",
@@ -84,15 +84,6 @@ POSITION_KEYS = (
     "max_seq_len",
     "seq_length",
 )
-GENERATION_FILE = "generation_config.json"
-SAMPLING_KEYS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
 
 
 @dataclass(frozen=True)
@@ -128,8 +119,9 @@ class ModelConfig:
         text = hf  # of several towers the one that writes
         if chosen == "transformers":
             text = hf.get_text_config(decoder=True)
-            _check_decoder(file, hf, text)
-        num_heads = _size(file, text, "num_attention_heads")
+            _check_decoder(file, hf)
+        is_recurrent = chosen == "transformers" and _is_recurrent(text)
+        num_heads = 1 if is_recurrent else _size(file, text, "num_attention_heads")
         hidden_size = _size(file, text, "hidden_size")
         num_kv_heads, head_dim = num_heads, max(1, hidden_size // num_heads)
         if chosen == "asyncllm":
@@ -138,13 +130,14 @@ class ModelConfig:
                 num_kv_heads = _size(file, hf, "num_key_value_heads")
             if getattr(hf, "head_dim", None) is not None:
                 head_dim = _size(file, hf, "head_dim")
+        window = RECURRENT_WINDOW if is_recurrent else _max_positions(file, text)
         return cls(
             path=path,
             architecture=hf.architectures[0],
             hf_config=hf,
             vocab_size=_size(file, text, "vocab_size"),
-            max_position_embeddings=_max_positions(file, text),
-            context_window=_context_window(file, text),
+            max_position_embeddings=window,
+            context_window=window if is_recurrent else _context_window(file, text),
             num_layers=_size(file, text, "num_hidden_layers"),
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -153,22 +146,6 @@ class ModelConfig:
             implementation=chosen,
             asked_implementation=implementation,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationDefaults:
-    """The contents of a model's `generation_config.json`.
-
-    As in vLLM `do_sample` is ignored (false does not mean greedy), `max_new_tokens` is the default
-    of max_tokens, and the ids that end a text count even where the sampling values are not wanted.
-    """
-
-    sampling: dict[str, Any] = field(default_factory=dict)  # fields of `SamplingParams`
-    eos_token_ids: tuple[int, ...] = ()
-
-    @property
-    def max_tokens(self) -> int | None:
-        return self.sampling.get("max_tokens")
 
 
 def hub_repo(name: str, revision: str | None = None) -> Repo | None:
@@ -262,13 +239,16 @@ def _transformers_classes() -> set[str]:
     return {name for table in tables for name in table.values()}
 
 
-def _check_decoder(file: Path, hf: PretrainedConfig, text: PretrainedConfig) -> None:
+def _is_recurrent(text: PretrainedConfig) -> bool:
+    """Whether no layer attends, so that nothing counts positions."""
+    return _value(text, "num_attention_heads") is None
+
+
+def _check_decoder(file: Path, hf: PretrainedConfig) -> None:
     """Refuses models that transformers cannot run as decoders, before their code is imported."""
     architecture = hf.architectures[0]
     if reason := UNSERVED.get(architecture):
         raise ModelLoadError(f"{file}: architectures {architecture!r} {reason}: not served")
-    if _value(text, "num_attention_heads") is None:
-        raise _unsupported(file, architecture, "num_attention_heads is missing: it is recurrent; ")
     if value := getattr(hf, "quantization_config", None):
         raise ModelLoadError(f"{file}: quantization_config {value!r} is not supported")
 
@@ -316,37 +296,3 @@ def _context_window(file: Path, hf: PretrainedConfig) -> int:
             raise ModelLoadError(f"{file}: rope_parameters: factor must be positive: {factor!r}")
         window = int(window * factor)
     return int(window)
-
-
-def read_generation_defaults(
-    wanted: str, model: Path, override: dict[str, Any] | None = None
-) -> GenerationDefaults:
-    """wanted: 'auto', 'vllm' or a folder; model: its folder; override: of SAMPLING_KEYS.
-
-    Raises `ModelLoadError`, and `ValueError` for what cannot be overridden.
-    """
-    is_folder = wanted not in ("auto", "vllm")
-    file = (Path(wanted).expanduser() if is_folder else model) / GENERATION_FILE
-    values = read_json_object(file) if is_folder or file.is_file() else {}
-    own = {name: values[k] for k, name in SAMPLING_KEYS.items() if values.get(k) is not None}
-    eos_token_ids = _eos_ids(values.get("eos_token_id"), file)
-    if unknown := sorted(set(override or ()) - SAMPLING_KEYS.keys()):
-        known = ", ".join(SAMPLING_KEYS)
-        raise ValueError(f"override_generation_config: {unknown[0]!r} is none of {known}")
-    changes = {SAMPLING_KEYS[key]: value for key, value in (override or {}).items()}
-    changed = {} if wanted == "vllm" else own
-    changed = {name: v for name, v in (changed | changes).items() if v is not None}
-    for source, sampling in ((file, own), ("override_generation_config", changed)):
-        try:
-            SamplingParams(**sampling)
-        except InvalidRequestError as error:
-            error_type = ModelLoadError if source is file else ValueError
-            raise error_type(f"{source}: {error}") from error
-    return GenerationDefaults(changed, eos_token_ids)
-
-
-def _eos_ids(value: object, file: Path) -> tuple[int, ...]:
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(token_id) is int for token_id in ids):
-        raise ModelLoadError(f"{file}: eos_token_id must be an id or a list of ids, got {value!r}")
-    return tuple(ids)

@@ -256,3 +256,9 @@ def checked_repetition(given: Any) -> RepetitionDetectionParams | None:
     require(isinstance(given, RepetitionDetectionParams),
              "repetition_detection", given, "RepetitionDetectionParams")  # fmt: skip
     return given if given.max_pattern_size else None
+
+
+def check_sampling_params(params: object) -> None:
+    """Raises `TypeError` for what is none: a dict of its fields, say."""
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")

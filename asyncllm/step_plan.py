@@ -59,12 +59,26 @@ class PageAppend(NamedTuple):
     group: int = 0
 
 
+class StateMoves(NamedTuple):
+    """Rows of the state memory that a step moves, where layers are recurrent: slots' and others'
+    (engine/state_pool.py). In the order of the fields, the last after the forward pass."""
+
+    swap_out: tuple[tuple[int, int], ...] = ()  # (slot, host row)
+    restore: tuple[tuple[int, int], ...] = ()  # (snapshot, or zeros; slot)
+    swap_in: tuple[tuple[int, int], ...] = ()  # (host row, slot)
+    fork: tuple[tuple[int, int], ...] = ()  # (slot, slot)
+
+
+NO_STATE_MOVES = StateMoves()
+
+
 @dataclass(slots=True, frozen=True)
 class PrefillRow:
     """`token_ids` at positions start .. start+len-1 of the sequence in `slot`.
 
     `samples`: sequences that sample their next token from the last position: empty for a chunk
     that is not the last; the row's own sequence, and with n > 1 its forks, for the last.
+    `saves`: after so many of its tokens, the row of the state memory that keeps its state.
     """
 
     seq: Sequence
@@ -73,6 +87,7 @@ class PrefillRow:
     token_ids: list[int]
     block_ids: list[list[int]]  # by cache group: pages of positions 0 .. start+len-1
     samples: tuple[Sequence, ...]
+    saves: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -166,6 +181,7 @@ class StepPlan:
     swap_in: tuple[tuple[int, int], ...] = ()  # (host page, device page)
     slot_inits: tuple[SlotInit, ...] = ()
     page_appends: tuple[PageAppend, ...] = ()
+    states: StateMoves = NO_STATE_MOVES
 
     @property
     def num_tokens(self) -> int:

@@ -229,6 +229,7 @@ class SwapCost:
 
     seconds_per_page: float  # one page, in one direction
     seconds_per_token: float  # of prefill
+    seconds_per_state: float = 0.0  # of recurrent layers, in one direction
 
 
 @dataclass(frozen=True, slots=True)

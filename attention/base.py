@@ -11,7 +11,7 @@ Token order in a step: the decodes, one token each, then each prefill row's toke
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +25,7 @@ from asyncllm.kernels.records import DecodeRows as DecodeRows
 from asyncllm.kernels.records import HeadNorm as HeadNorm
 from asyncllm.kernels.records import RotatedHeads as RotatedHeads
 from asyncllm.kernels.records import Rotation as Rotation
+from asyncllm.kernels.recurrent.records import Recur, Recurrence, StateLayer
 
 
 class Mixer(Protocol):
@@ -36,12 +37,22 @@ class Mixer(Protocol):
         """As `Attend`."""
         ...
 
+    def recur(self, layer: StateLayer, inputs: Recurrence) -> torch.Tensor:
+        """As `Recur`."""
+        ...
+
+
+def no_recurrence(layer: StateLayer, inputs: Recurrence) -> torch.Tensor:
+    """`Recur` for models without recurrent layers."""
+    raise AssertionError(f"recurrent layer {layer.index} of a model that has none")
+
 
 @dataclass(frozen=True, slots=True)
-class AttentionMixer:
-    """A `Mixer` for models of which every layer is attention."""
+class StepMixer:
+    """A `Mixer` of a step's two halves."""
 
     attend: Attend
+    recur: Recur = no_recurrence
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +63,10 @@ class PrefillRows:
     kv_lens: np.ndarray  # int32 [rows], this step's tokens included
     page_indptr: np.ndarray  # int32 [rows + 1]
     pages: np.ndarray  # int32 [groups, page_indptr[-1]], 0 behind a window
+    slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # int32 [rows]
+    # int32 [saves, 3]: row; tokens before the end of which its state is kept, of all the step's;
+    # the row of the state memory. Ascending.
+    saves: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int32))
 
     @property
     def num_tokens(self) -> int:

@@ -4,7 +4,8 @@ Each layer declares a `CacheSpec`. Layers of equal specs hold the same blocks of
 groups of one size, the bundle. A page is a block of tokens for one group: in each of its layers'
 storages one page. Layer i of each group is a view of `storage[i]`, so a page serves whichever group
 takes it, and no memory is set aside for a kind of layers. With one spec there is one group of all
-layers: each layer has a storage of its own.
+layers: each layer has a storage of its own. Without layers (all are recurrent, state_cache.py)
+there is a group whose pages have no bytes: they count tokens and name the blocks of a prefix.
 
     4 windows, 2 full      storage 0   storage 1
     group 0 (window)       layer 0     layer 1        a page of the pool is a row through
@@ -23,6 +24,7 @@ import torch
 from asyncllm.attention.base import AttentionLayer
 from asyncllm.cache_group import CacheGroup
 
+MAX_EMPTY_PAGES = 1 << 16  # of no bytes
 MAX_GROUPS = 8  # each costs a block table, and a page where a sequence takes one
 WORD_BYTES = 8  # pages are moved as int64
 
@@ -58,17 +60,18 @@ class CacheLayout:
         alike: dict[CacheSpec, list[int]] = {}
         for index, spec in enumerate(self.specs):
             alike.setdefault(spec, []).append(index)
-        self.num_storages = _bundle_size({spec: len(of_spec) for spec, of_spec in alike.items()})
+        counts = {spec: len(of_spec) for spec, of_spec in alike.items()}
+        self.num_storages = _bundle_size(counts) if counts else 0
         self.group_of = [0] * len(layers)
         self.storage_of = [0] * len(layers)
-        self.windows: list[int | None] = []  # by group
+        self.windows: list[int | None] = [] if alike else [None]  # by group
         for spec, indices in alike.items():
             for place, index in enumerate(indices):
                 if place % self.num_storages == 0:
                     self.windows.append(spec.window)
                 self.group_of[index] = len(self.windows) - 1
                 self.storage_of[index] = place % self.num_storages
-        self.page_words = max(spec.page_words for spec in alike)  # of one storage
+        self.page_words = max((spec.page_words for spec in alike), default=0)  # of one storage
 
     @property
     def num_groups(self) -> int:
@@ -78,6 +81,9 @@ class CacheLayout:
     def page_bytes(self) -> int:
         """Bytes of one page over all storages."""
         return self.num_storages * self.page_words * WORD_BYTES
+
+    def num_pages_in(self, num_bytes: int) -> int:
+        return num_bytes // self.page_bytes if self.page_bytes else MAX_EMPTY_PAGES
 
     def host_shape(self, num_pages: int) -> tuple[int, int, int]:
         """Of swapped pages, int64."""

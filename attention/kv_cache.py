@@ -57,6 +57,7 @@ class KVCache:
         self.num_pages = num_pages
         self.group_of = layout.group_of  # by a layer's index
         self.num_groups = layout.num_groups
+        self.device = device
         shape = (num_pages, layout.page_words)
         self.storages = [_zeros(shape, device) for _ in range(layout.num_storages)]
         self.layers = [
@@ -118,6 +119,8 @@ class KVCache:
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """(device page, host page), on the current stream."""
+        if not self.storages:
+            return
         for start in range(0, len(pairs), SWAP_CHUNK_PAGES):
             chunk = pairs[start : start + SWAP_CHUNK_PAGES]
             pages = self._indices([page for page, _ in chunk])
@@ -127,6 +130,8 @@ class KVCache:
 
     def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
         """(host page, device page), on the current stream."""
+        if not self.storages:
+            return
         for start in range(0, len(pairs), SWAP_CHUNK_PAGES):
             chunk = pairs[start : start + SWAP_CHUNK_PAGES]
             pages = self._indices([page for _, page in chunk])
@@ -137,9 +142,9 @@ class KVCache:
                 storage[pages] = staged[:, place]
 
     def _indices(self, pages: list[int]) -> torch.Tensor:
-        device = self.storages[0].device
-        indices = torch.tensor(pages, dtype=torch.int64, pin_memory=device.type == "cuda")
-        return indices.to(device, non_blocking=True)  # pinned, so nothing waits
+        on_cuda = self.device.type == "cuda"
+        indices = torch.tensor(pages, dtype=torch.int64, pin_memory=on_cuda)
+        return indices.to(self.device, non_blocking=True)  # pinned, so nothing waits
 
 
 def _as_fp8(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 
 from asyncllm.attention.base import AttentionBackend, AttentionLayer
 from asyncllm.attention.kv_cache import KVCache
+from asyncllm.attention.no_attention import NoAttention
 from asyncllm.attention.torch_native import TorchAttention
 from asyncllm.config import AttentionBackendName
 
@@ -74,6 +75,8 @@ def build_backend(
 
     Raises `ValueError` where the layers have what the backend does not do.
     """
+    if not layers and name != "torch":
+        return NoAttention()
     for layer in layers:
         if name == "flash_attn" and layer.latent_dim is not None:
             raise _unsupported(name, layer, "latents", "auto")

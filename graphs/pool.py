@@ -38,30 +38,6 @@ class Recorded(NamedTuple):
         return self.outputs
 
 
-class Capture:
-    """Graphs, one after another, of what the current stream is given; the last one is open."""
-
-    def __init__(self, make_graph: Callable[[], Graph], pool: Any) -> None:
-        self._make_graph = make_graph
-        self.pool = pool
-        self.graphs: list[Graph] = []
-
-    def begin(self) -> None:
-        graph = self._make_graph()
-        # thread_local: another engine's thread may allocate pinned memory meanwhile.
-        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-        self.graphs.append(graph)
-
-    def end(self) -> None:
-        self.graphs[-1].capture_end()
-        self.pool = self.graphs[-1].pool()
-
-    def cut(self) -> None:
-        """End this graph, begin the next."""
-        self.end()
-        self.begin()
-
-
 class GraphPool:
     """`make_graph` is for tests: a fake that records."""
 
@@ -89,36 +65,50 @@ class GraphPool:
         and what it returned.
 
         It runs once before: workspaces and compiled kernels that are made at their first use must
-        exist before a capture.
+        exist before a capture. On the current stream, not the default one. Ends also where `run`
+        raises. Not by `torch.cuda.graph`, which collects garbage and synchronises on each of 500
+        entries.
         """
         self._clear()
         run(lambda: None)
-        with self._capture() as capture:
-            result = run(capture.cut)
-        return capture.graphs, result
-
-    @contextmanager
-    def _capture(self) -> Iterator[Capture]:
-        """Capture on the current stream, not the default one. Ends also where the work raises.
-
-        Not `torch.cuda.graph`, which collects garbage and synchronises on each of 500 entries.
-        Garbage must not be collected within, though: it may hold other graphs, whose end is an
-        error during a capture.
-        """
         self._before_capture()
-        collecting = gc.isenabled()
-        gc.disable()
-        capture = Capture(self._make_graph, self._pool)
-        try:
-            capture.begin()
+        graphs, pool = list[Graph](), self._pool
+
+        def begin() -> None:
+            graph = self._make_graph()
+            # thread_local: another engine's thread may allocate pinned memory meanwhile.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            graphs.append(graph)
+
+        def end() -> None:
+            nonlocal pool
+            graphs[-1].capture_end()
+            pool = graphs[-1].pool()
+
+        def cut() -> None:
+            end()
+            begin()
+
+        with _no_collection():
+            begin()
             try:
-                yield capture
+                result = run(cut)
             finally:
-                capture.end()
-            self._pool = capture.pool
-        finally:
-            if collecting:
-                gc.enable()
+                end()
+        self._pool = pool
+        return graphs, result
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage may hold other graphs, whose end is an error during a capture."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 class _CudaArray:

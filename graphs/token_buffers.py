@@ -12,11 +12,13 @@ from asyncllm.attention.base import (
     AttendRows,
     AttentionBackend,
     AttentionLayer,
-    AttentionMixer,
     PrefillRows,
     RotatedHeads,
     Rotation,
+    StepMixer,
+    no_recurrence,
 )
+from asyncllm.kernels.recurrent.records import Recur
 from asyncllm.models.base import CausalLM, TokenInputs
 
 
@@ -34,18 +36,18 @@ class TokenBuffers(NamedTuple):
     def zeros(
         cls,
         num_tokens: int,
-        layer: AttentionLayer,
+        heads: tuple[int, int],
         num_groups: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> TokenBuffers:
-        """Zeros: valid inputs, and attention outputs that no row can take harm from."""
+        """Zeros: valid inputs, and attention outputs that no row can take harm from. heads: their
+        number and size."""
         token_ids, positions, slots = torch.zeros(
             3, num_tokens, dtype=torch.int32, device=device
         ).unbind()
         write_slots = torch.zeros(num_groups, num_tokens, dtype=torch.int64, device=device)
-        heads = (num_tokens, layer.num_heads, layer.head_dim)
-        q, out = torch.zeros((2, *heads), dtype=dtype, device=device).unbind()
+        q, out = torch.zeros((2, num_tokens, *heads), dtype=dtype, device=device).unbind()
         return cls(token_ids, positions, slots, write_slots, q, out)
 
     def first(self, num_tokens: int) -> TokenBuffers:
@@ -59,6 +61,7 @@ def forward(
     tokens: TokenBuffers,
     prompt_lens: torch.Tensor | None,
     attend_rows: AttendRows,
+    recur: Recur = no_recurrence,
 ) -> torch.Tensor:
     """Hidden states [T, hidden_size]; `attend_rows` is called with each layer, after its write.
 
@@ -73,7 +76,7 @@ def forward(
         return out
 
     inputs = TokenInputs(tokens.token_ids, tokens.positions, prompt_lens)
-    return model.forward(inputs, AttentionMixer(attend))
+    return model.forward(inputs, StepMixer(attend, recur))
 
 
 # (tokens, attention to be called with each layer after its write, whether tokens have adapters):

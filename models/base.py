@@ -7,13 +7,14 @@ backend cannot be captured, the graph breaks at `attend`, called exactly once pe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 
 from asyncllm.attention.base import AttentionLayer, Mixer
+from asyncllm.kernels.recurrent.records import StateLayer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +56,11 @@ class CausalLM(Protocol):
     @property
     def attention_layers(self) -> list[AttentionLayer]:
         """In order; `layer.index` is the place in this list."""
+        ...
+
+    @property
+    def state_layers(self) -> Sequence[StateLayer]:
+        """What recurrent layers keep; `layer.index` is the place in this list."""
         ...
 
     @property

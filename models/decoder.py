@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 
 from asyncllm.attention.base import AttentionLayer, Mixer, Rotation
+from asyncllm.kernels.recurrent.records import StateLayer
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import Load, TokenInputs
 from asyncllm.models.layers.attention import AttentionSpec
@@ -206,6 +207,7 @@ class DenseDecoder:
         last = self.norm if build.mesh.config.pp == 1 else None
         self._input_norms = [*(layer.before_attention for layer in self.layers), last]
         self.attention_layers = [layer.attention.layer for layer in self.layers]
+        self.state_layers: tuple[StateLayer, ...] = ()
         self.full_read_tokens = max(layer.feed_forward.full_read_tokens for layer in self.layers)
         self.uses_prompt_lens = any(rotary.uses_prompt_lens for rotary in self.rotaries)
         self.aliases = {**self.lm_head.aliases, **unused_names(config, build.mesh.config)}

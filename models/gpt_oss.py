@@ -27,6 +27,7 @@ def build_gpt_oss(config: ModelConfig, build: Build) -> DenseDecoder:
         hidden_size=hf.hidden_size,
         size=hf.intermediate_size,
         load=_load,
+        interleaved=True,
         bias=True,
         activation=Activation("clamped", limit=limit, alpha=alpha),
     )

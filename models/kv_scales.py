@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from asyncllm.attention.base import AttentionLayer, Mixer, RotatedHeads, Rotation
 from asyncllm.attention.heads import rotated_heads
 from asyncllm.attention.kv_cache import KVScales
+from asyncllm.attention.recurrence import run
 from asyncllm.errors import ModelLoadError
+from asyncllm.kernels.recurrent.records import DeltaRule, Recurrence, StateLayer
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import CausalLM, TokenInputs
 from asyncllm.models.checkpoint import Checkpoint
@@ -87,6 +89,10 @@ class _Measure(Mixer):
             q, k, v, is_causal=True, scale=layer.scale, enable_gqa=True
         )
         return out.squeeze(0).transpose(0, 1).flatten(1)
+
+    def recur(self, layer: StateLayer, inputs: Recurrence) -> torch.Tensor:
+        device = inputs.v.device if isinstance(inputs, DeltaRule) else inputs.x.device
+        return run(inputs, torch.zeros(layer.shape, dtype=layer.dtype, device=device))[0]
 
     def scales(self) -> KVScales:
         return KVScales(*(list(self._of(which)) for which in (0, 1)))

@@ -20,6 +20,7 @@ def build_mixtral(config: ModelConfig, build: Build) -> DenseDecoder:
         hidden_size=hf.hidden_size,
         size=hf.intermediate_size,
         load=LOAD,
+        parts=("w1", "w3", "w2"),
         activation=activation_of(config),
     )
     top_k = positive(config, "num_experts_per_tok", at_most="num_local_experts")

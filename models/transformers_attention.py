@@ -158,6 +158,8 @@ class HeadShape(NamedTuple):
     @classmethod
     def of(cls, calls: Sequence[AttentionCall], head_dims: tuple[int, ...]) -> HeadShape:
         """head_dims: those that kernels have, ascending; a larger one is taken as it is."""
+        if not calls:  # all layers are recurrent
+            return cls(1, 1, 2)
         largest = max(max(call.head_dim, call.v_dim) for call in calls)
         largest += largest % 2  # a rotation has pairs
         return cls(

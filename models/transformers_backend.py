@@ -34,6 +34,7 @@ from asyncllm.models.transformers_attention import (
 from asyncllm.models.transformers_build import META, allocate, without_weights
 from asyncllm.models.transformers_fusion import Fusion
 from asyncllm.models.transformers_legacy import LEGACY
+from asyncllm.models.transformers_lora import adapt, noting_modules
 from asyncllm.models.transformers_modules import no_rotation
 from asyncllm.models.transformers_rope import (
     HANDLER,
@@ -42,7 +43,13 @@ from asyncllm.models.transformers_rope import (
     replace_angles,
     rotary_modules,
 )
-from asyncllm.models.transformers_trial import Tried, position_modules, try_on_meta
+from asyncllm.models.transformers_states import StateStep
+from asyncllm.models.transformers_trial import (
+    TRIAL_TOKENS,
+    Tried,
+    position_modules,
+    try_on_meta,
+)
 from asyncllm.models.transformers_weights import WeightNames
 
 logger = logging.getLogger("asyncllm")
@@ -60,7 +67,8 @@ class TransformersModel:
         try:
             self._model = model = without_weights(config, build)
             rotaries = _step_rotaries(model, build.max_model_len)
-            tried = try_on_meta(model, build.max_model_len)
+            with noting_modules(model, TRIAL_TOKENS) as modules:
+                tried = try_on_meta(model, build.max_model_len)
             self._base, self._output = tried.base, tried.output
             self._names = WeightNames(model, config.path)
             self.left_out = tried.idle
@@ -70,11 +78,17 @@ class TransformersModel:
             if tried.idle and build.device != META:
                 logger.info("serving text alone, without %s", ", ".join(tried.idle))
             shape = HeadShape.of(tried.calls, KERNEL_HEAD_DIMS if build.dtype.itemsize == 2 else ())
-            # On the meta device there is nothing to prove, and nobody runs it.
-            fusion = None if build.device == META else _fuse(model, tried, shape, rotaries, build)
+            fusion = None
+            # On the meta device there is nothing to prove, and nobody runs it. What adapters add
+            # comes between what fusion joins.
+            if build.device != META and build.lora is None:
+                fusion = _fuse(model, tried, shape, rotaries, build)
             allocate(model, build.device)
+            if build.lora is not None:
+                adapt(modules, build.lora)
             head_norm = fusion.head_norm if fusion is not None else lambda call: None
             self._step = step = Step(tried.calls, shape, head_norm)
+            self._states = StateStep(tried.states)
         except Unservable as error:
             raise ModelLoadError(
                 f"{config.path / 'config.json'}: architectures {config.architecture!r} {error}, "
@@ -97,6 +111,7 @@ class TransformersModel:
         _let_give(self._base)
         self._fusion = fusion
         self.attention_layers: list[AttentionLayer] = step.layers
+        self.state_layers = self._states.layers
         self.uses_prompt_lens = any(rotary.uses_prompt_lens for rotary in rotaries.values())
         self._rotaries = list(rotaries.values())
         for rotary in self._rotaries:
@@ -119,11 +134,13 @@ class TransformersModel:
         }
         rotations[None] = Rotation(torch.zeros_like(positions), self._no_rotation.cos_sin)
         step.begin(mixer, positions, rotations)
+        self._states.begin(mixer)
         named = {"position_ids": positions.long()[None]} if self._takes_positions else {}
         try:
             output = self._base(input_ids=inputs.ids.long()[None], use_cache=False, **named)
         finally:
             step.mixer = None
+            self._states.begin(None)
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
 

@@ -23,6 +23,7 @@ from asyncllm.models.transformers_attention import TRIAL, Unservable
 from asyncllm.models.transformers_experts import replace_experts
 from asyncllm.models.transformers_indexed import SEEN, check_index, leave_out_index
 from asyncllm.models.transformers_legacy import LEGACY, check_legacy, replace_attention
+from asyncllm.models.transformers_states import RECURRENT_TYPES
 
 META = torch.device("meta")
 SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", *SEEN}
@@ -34,12 +35,11 @@ def without_weights(config: ModelConfig, build: Build) -> Any:
     if not isinstance(config.hf_config, model_class.config_class):
         raise Unservable(f"does not fit model_type {config.hf_config.model_type!r}")
     text, dtype = config.hf_config.get_text_config(decoder=True), build.dtype
-    kinds = set(getattr(text, "layer_types", None) or ()) - SERVED_LAYER_TYPES
+    layer_types = set(getattr(text, "layer_types", None) or ())
+    kinds = layer_types - SERVED_LAYER_TYPES - RECURRENT_TYPES
     if kinds:
         raise Unservable(f"has layer_types {', '.join(sorted(map(repr, kinds)))}")
     check_index(text, build.max_model_len)
-    if model_class._is_stateful:
-        raise Unservable("has recurrent layers")
     is_legacy = config.architecture in LEGACY
     if is_legacy:
         check_legacy(config.architecture, config.hf_config)

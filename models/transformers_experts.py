@@ -69,7 +69,7 @@ class _IdentityExperts(_Replaced):
             top_k_index.masked_fill(is_identity, 0), top_k_weights.masked_fill(is_identity, 0.0)
         )
 
-        def compute(rows: torch.Tensor, ends: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        def compute(rows: torch.Tensor, ends: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
             weight = self.gate_up_proj[:num_routed].transpose(1, 2)
             gate, up = F.grouped_mm(rows, weight, offs=ends).chunk(2, dim=-1)
             return F.grouped_mm(self.act_fn(gate) * up, self.down_proj.transpose(1, 2), offs=ends)
@@ -90,7 +90,7 @@ class _StackedExperts(_Replaced):
         mlp, size = self.mlp, (self.num_experts, -1, self.hidden_size)
         gate, up, down = (w.view(size) for w in (mlp.w1, mlp.v1, mlp.w2))
 
-        def compute(rows: torch.Tensor, ends: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        def compute(rows: torch.Tensor, ends: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
             gates, ups = (F.grouped_mm(rows, w.transpose(1, 2), offs=ends) for w in (gate, up))
             return F.grouped_mm(mlp.activation_fn(gates) * ups, down, offs=ends)
 

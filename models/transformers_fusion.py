@@ -7,6 +7,7 @@ has none once per kind.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -156,6 +157,8 @@ class Fusion:
         if module._buffers or module._modules or module.weight.dim() != 1 or eps_of(module) is None:
             return None
         if module.weight.dtype != self._dtype:
+            return None
+        if len(inspect.signature(module.forward).parameters) > 1:  # as a gate
             return None
         found = (o for o in (0.0, 1.0) if self._once(module, proves_norm, o))
         return next(found, None)

@@ -20,6 +20,12 @@ from asyncllm.models.transformers_attention import AttentionCall, Trial, Unserva
 from asyncllm.models.transformers_build import META, tensors_of
 from asyncllm.models.transformers_fusion import has_projections
 from asyncllm.models.transformers_rope import HANDLER, rotary_modules
+from asyncllm.models.transformers_states import (
+    MASK_OF_VALUES,
+    NO_MIXER_TYPES,
+    StateTrial,
+    replace_recurrences,
+)
 
 TRIAL_TOKENS = 3
 
@@ -29,6 +35,7 @@ class Tried:
     """What one pass on the meta device has shown."""
 
     calls: list[AttentionCall]
+    states: StateTrial
     base: Any  # the module that gives the hidden states
     output: type  # of what it returns
     idle: list[str]  # its towers that text does not pass
@@ -38,7 +45,8 @@ class Tried:
 
 
 def try_on_meta(model: Any, max_model_len: int) -> Tried:
-    trial = Trial(max_model_len)
+    trial, states = Trial(max_model_len), StateTrial([])
+    recurrent = replace_recurrences(model, states)
     outputs: list[tuple[nn.Module, Any]] = []
     named: dict[nn.Module, dict[str, Any]] = {}
     given: dict[nn.Module, Any] = {}  # what modules got as their positions
@@ -79,12 +87,13 @@ def try_on_meta(model: Any, max_model_len: int) -> Tried:
         for module in model.modules()
     ]
     tokens, positions = torch.zeros(2, 1, TRIAL_TOKENS, dtype=torch.int64, device=META)
+    # Recurrent layers look at its values, and drop one that hides nothing.
+    looks = recurrent or hasattr(inspect.getmodule(type(model)), MASK_OF_VALUES)
+    mask = torch.ones(1, TRIAL_TOKENS, dtype=torch.int64) if looks else tokens + 1
     try:
         # Views of a mask name it as their base, but not in inference mode.
         with _tensors_on_meta(model), torch.inference_mode(False), torch.no_grad():
-            model(
-                input_ids=tokens, attention_mask=tokens + 1, position_ids=positions, use_cache=False
-            )
+            model(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False)
     except Unservable:
         raise
     except Exception as error:  # whatever its code cannot do there
@@ -98,9 +107,16 @@ def try_on_meta(model: Any, max_model_len: int) -> Tried:
     is_of_all = window and getattr(text, "layer_types", None) is None and window < max_model_len
     if is_of_all and any(call.window is None for call in trial.calls):  # but its cache forgets
         raise Unservable(f"has sliding_window {window}, and masks without a window")
+    if model._is_stateful and not states.calls:
+        raise Unservable("has recurrent layers of its own kind")
     num_modules = len({call.module for call in trial.calls})
-    if num_layers not in (num_modules, len(trial.calls)):
+    if not states.calls and num_layers not in (num_modules, len(trial.calls)):
         raise Unservable(f"attends in {num_modules} of num_hidden_layers {num_layers}")
+    layer_types = getattr(text, "layer_types", None) or ()
+    num_others = sum(each in NO_MIXER_TYPES for each in layer_types)
+    num_modules += len({module for module, _, _ in states.calls})
+    if num_modules < num_layers - num_others:
+        raise Unservable(f"attends or recurs in {num_modules} of num_hidden_layers {num_layers}")
     if not outputs or getattr(outputs[-1][1], "last_hidden_state", None) is None:
         raise Unservable("does not get its hidden states from its base model")
     base: Any
@@ -110,7 +126,7 @@ def try_on_meta(model: Any, max_model_len: int) -> Tried:
     if not takes_positions and has_use and not list(position_modules(base)):
         raise Unservable(f"has a {type(base).__name__} that takes no position_ids")
     idle = [] if text is model.config else list(_idle(model, base, ran))
-    return Tried(trial.calls, base, type(output), idle, takes_positions, named, angles)
+    return Tried(trial.calls, states, base, type(output), idle, takes_positions, named, angles)
 
 
 def _idle(model: nn.Module, base: nn.Module, ran: set[nn.Module]) -> Iterator[str]:

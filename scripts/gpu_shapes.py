@@ -26,7 +26,8 @@ import torch
 from gpu_questions import EAGER, ROOMY, Args
 from model_shapes import SHAPES, bytes_of_step, cut, write_shape
 
-from asyncllm import AsyncLLMEngine, RequestOutput, SamplingParams, TokensPrompt
+from asyncllm import AsyncLLMEngine, RequestOutput, SamplingParams
+from asyncllm.engine.text.prompt import TokensPrompt
 
 TIGHT = ROOMY | {"num_gpu_blocks_override": 60}  # all prompts and answers need 200 or more
 TIE = 0.25  # of two log-probabilities in bf16, whose sums another path adds in another order

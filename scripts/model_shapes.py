@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,81 @@ SHAPES: dict[str, Config] = {
         "rope_theta": 10000,
         "tie_word_embeddings": False,
     },
+    # With a quarter of its 512 experts, to fit.
+    "qwen3-next-128-experts": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 12,
+        "num_experts": 128,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+        "hidden_act": "silu",
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+        "tie_word_embeddings": False,
+    },
+    "granite-4-h-tiny": {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "vocab_size": 100352,
+        "hidden_size": 1536,
+        "intermediate_size": 512,
+        "shared_intermediate_size": 1024,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "layer_types": (["linear_attention"] * 5 + ["full_attention"] + ["linear_attention"] * 4)
+        * 4,
+        "mamba_n_heads": 48,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+        "mamba_n_groups": 1,
+        "num_local_experts": 64,
+        "num_experts_per_tok": 6,
+        "position_embedding_type": "nope",
+        "embedding_multiplier": 12,
+        "attention_multiplier": 0.0078125,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 6,
+        "hidden_act": "silu",
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000,
+        "tie_word_embeddings": True,
+    },
+    "mamba2-2.7b": {
+        "architectures": ["Mamba2ForCausalLM"],
+        "model_type": "mamba2",
+        "vocab_size": 50288,
+        "hidden_size": 2560,
+        "num_hidden_layers": 64,
+        "num_heads": 80,
+        "head_dim": 64,
+        "state_size": 128,
+        "n_groups": 1,
+        "expand": 2,
+        "conv_kernel": 4,
+        "chunk_size": 256,
+        "hidden_act": "silu",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+    },
 }
 SHAPES["gpt-oss-20b-mxfp4"] = SHAPES["gpt-oss-20b"] | {  # as published
     "quantization_config": {"quant_method": "mxfp4"}
@@ -155,7 +231,7 @@ def write_shape(shape: Config, folder: Path) -> Path:
 
 def bytes_of_step(folder: Path, rows: int, context: int) -> float:
     """What a decode step of `rows` rows must read: weights once, of the experts those that random
-    tokens touch, and all rows' keys and values. The embedding is read by rows."""
+    tokens touch, all rows' keys, values and states. The embedding is read by rows."""
     args = EngineArgs(str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16")
     _, model = settle(args.create_engine_config())
     source = json.loads((folder / "config.json").read_text())
@@ -170,4 +246,6 @@ def bytes_of_step(folder: Path, rows: int, context: int) -> float:
     window_tokens = [min(context, layer.window or context) for layer in model.attention_layers]
     for layer, tokens in zip(model.attention_layers, window_tokens, strict=True):
         total += rows * tokens * 2 * layer.num_kv_heads * layer.head_dim * 2
+    for state in model.state_layers:  # read, and written again
+        total += 2 * rows * math.prod(state.shape) * state.dtype.itemsize
     return total

@@ -27,11 +27,11 @@ from typing import Protocol
 from simulate_schedule import FINISH_S, FINISH_TOKEN_S, LAUNCH_S, PLAN_S, percentile
 from simulated_device import DEVICES, Device
 
-from asyncllm.config import PREFILL_GRAPH_SIZES
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.data_parallel.router import Placement, Router
 from asyncllm.engine.scheduler import Scheduler
+from asyncllm.flag_values import PREFILL_GRAPH_SIZES
 from asyncllm.outputs import RequestMetrics
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepPlan

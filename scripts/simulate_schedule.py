@@ -21,11 +21,11 @@ from statistics import fmean
 
 from simulated_device import DEVICES, Device
 
-from asyncllm.config import PREFILL_GRAPH_SIZES
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import UNBOUNDED, ChunkPolicy
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.step_clock import StepClock
+from asyncllm.flag_values import PREFILL_GRAPH_SIZES
 from asyncllm.outputs import RequestMetrics
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepKind, StepPlan

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Any
 
-from asyncllm.config import PREFILL_GRAPH_SIZES
+from asyncllm.flag_values import PREFILL_GRAPH_SIZES
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepCost
 

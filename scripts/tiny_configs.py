@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import transformers
+from recurrent_configs import RECURRENT
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -97,6 +98,8 @@ def small_config(
     model_type = next(t for t, c in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if c == architecture)
     model_class = getattr(transformers, architecture)
     config_class = model_class.config_class or CONFIG_MAPPING[model_type]
+    if architecture in RECURRENT:
+        return config_class(**RECURRENT[architecture] | changes)
     if "text_config" in config_class().to_dict():
         inner = type(config_class().get_text_config())
         return config_class(

@@ -3,6 +3,7 @@
 
     python3 scripts/train_tiny.py --device cuda --out DIR --report FILE     # 16 cores, one H100
     python3 scripts/train_tiny.py --device cpu --steps 200                  # to try the path
+    python3 scripts/train_tiny.py --adapter --device cpu --steps 300        # its adapter alone
 
 Text (tiny_text), tokenizer (tiny_tokenizer), packed rows (tiny_shards), two trainings
 (tiny_training), then accuracy on held-out questions through transformers (tiny_evaluate). Both
@@ -130,6 +131,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokenizer-texts", type=int, default=40000)
     parser.add_argument("--eval-per-kind", type=int, help="default: 100 on a GPU, 20 on a CPU")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--adapter", action="store_true", help="train tiny's adapter (tiny_adapter)"
+    )
     args = parser.parse_args()
     on_gpu = args.device.startswith("cuda")
     args.batch_tokens = args.batch_tokens or (65536 if on_gpu else 4096)
@@ -175,6 +179,12 @@ def train_both(args: argparse.Namespace, began: float) -> tuple[list[Path], dict
 def main() -> None:
     began = time.monotonic()
     args = parse_arguments()
+    if args.adapter:
+        from tiny_adapter import make_adapter  # peft: seconds
+
+        print(make_adapter(args.out / SHAPES[0].name, args.steps or 300, args.batch_tokens,
+                           args.device, args.seed))  # fmt: skip
+        return
     folders, results = train_both(args, began)
     scores: dict[str, dict[str, Score]] = {}
     for folder in folders:

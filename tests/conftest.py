@@ -32,8 +32,23 @@ SLOW = {
 }
 
 
+# Grids of which the fast tier runs these cases alone, by their parameters.
+BACKEND = TESTS / "models" / "test_transformers_backend.py"
+FAST_CASES = {
+    (BACKEND, "test_families_equal_transformers"): {
+        "GPTNeoXForCausalLM", "Gemma2ForCausalLM", "MixtralForCausalLM", "FalconForCausalLM",
+    },
+    (BACKEND, "test_native_families_by_the_backend_are_the_same"): {
+        "llama-chunked-recompute", "llama-batched", "llama-swap", "qwen2-windows-chunked-recompute",
+    },
+}  # fmt: skip
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
-    if not SLOW.isdisjoint((item.path, item.path.parent)):
+    name, _, case = item.name.rstrip("]").partition("[")
+    fast = FAST_CASES.get((item.path, name))
+    is_left_out = fast is not None and case not in fast
+    if is_left_out or not SLOW.isdisjoint((item.path, item.path.parent)):
         item.add_marker("slow")
 
 

@@ -39,6 +39,25 @@ def test_a_wrong_type_is_refused_by_name(name: str, value: Any, said: str) -> No
     assert str(error.value) == f"{name} must be {said}"
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("max_num_seqs", 0, "at least 1, got 0"),
+        ("max_num_seqs", 4097, "at most 4096, got 4097"),
+        ("max_lora_rank", 513, "at most 512, got 513"),
+        ("gpu_memory_utilization", 0.0, "above 0, got 0.0"),
+        ("gpu_memory_utilization", 1.1, "at most 1, got 1.1"),
+        ("max_queue_seconds", float("nan"), "above 0, got nan"),
+        ("watchdog_timeout", float("inf"), "below inf, got inf"),
+        ("swap_space", float("nan"), "at least 0, got nan"),
+    ],
+)
+def test_a_number_out_of_its_limits_is_refused(name: str, value: Any, said: str) -> None:
+    with pytest.raises(ValueError) as error:
+        EngineArgs(**{name: value}).create_engine_config()
+    assert str(error.value) == f"{name} must be {said}"
+
+
 @pytest.mark.parametrize("name", [field.name for field in fields(EngineArgs)])
 def test_every_field_has_a_type_that_is_checked(name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name} must be "):

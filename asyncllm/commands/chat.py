@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from asyncllm.commands import terminal
-from asyncllm.commands.terminal import Screen, Stopwatch
+from asyncllm.commands.terminal import Screen
 
 HELP = "talk to a running server"
 COMMANDS = {
@@ -31,49 +30,31 @@ def run(options: argparse.Namespace) -> int:
     return terminal.ask_all(Conversation(options), options.quick)
 
 
-class Conversation:
+class Conversation(terminal.Session):
     """`messages` so far. A question that got no answer at all is forgotten."""
 
+    hint = "/help lists commands, Ctrl-C ends an answer, Ctrl-D the conversation."
+
     def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__(options)
         self.messages: list[dict[str, str]] = []
-        self._options = options
-        self._model: str | None = options.model_name
         self._last = ""  # question
         self._begin()
 
-    async def greeting(self) -> str:
-        models = await self._models()
-        self._model = self._model or models[0]
-        return (
-            f"{self._model} at {self._options.url}. /help lists commands, Ctrl-C ends an answer, "
-            "Ctrl-D the conversation."
-        )
-
     async def ask(self, question: str) -> None:
         """An interrupted answer is remembered as far as it came."""
-        from asyncllm.commands.api_client import ApiClient
-
         self._last = question
         asked = [*self.messages, {"role": "user", "content": question}]
-        body: dict[str, Any] = {"messages": asked}
-        if self._options.stats:
-            body["stream_options"] = {"include_usage": True}
-        screen, watch = Screen(sys.stdout), Stopwatch()
         said: list[str] = []
-        async with ApiClient(self._options.url, terminal.api_key(self._options)) as client:
-            self._model = self._model or (await client.models())[0]
-            try:
-                events = client.stream("/chat/completions", {"model": self._model, **body})
-                async for event in events:
-                    watch.event(event)
-                    choices = event.get("choices") or ()
-                    said += [_show(choice.get("delta") or {}, screen) for choice in choices]
-            finally:
-                screen.end()
-                if any(said):
-                    self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
-        if self._options.stats:
-            print(watch.words(), file=sys.stderr)
+
+        def write(choice: dict[str, Any], screen: Screen) -> None:
+            said.append(_write(choice, screen))
+
+        try:
+            await self.show("/chat/completions", {"messages": asked}, write)
+        finally:
+            if any(said):
+                self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
 
     async def command(self, line: str) -> bool:
         """A slash and letters, and what follows them; a path, with more slashes, is a question."""
@@ -118,22 +99,17 @@ class Conversation:
             await self.ask(self._last)
 
     async def _choose(self, name: str) -> None:
-        models = await self._models()
+        models = await self.models()
         if name in models:
-            self._model = name
+            self.model = name
         elif name:
             print(f"The server has no {name}.")
-        print("\n".join(f"{'*' if each == self._model else ' '} {each}" for each in models))
-
-    async def _models(self) -> list[str]:
-        from asyncllm.commands.api_client import ApiClient
-
-        async with ApiClient(self._options.url, terminal.api_key(self._options)) as client:
-            return await client.models()
+        print("\n".join(f"{'*' if each == self.model else ' '} {each}" for each in models))
 
 
-def _show(delta: dict[str, Any], screen: Screen) -> str:
-    """Print a delta; its content."""
+def _write(choice: dict[str, Any], screen: Screen) -> str:
+    """Print a choice's delta; its content."""
+    delta = choice.get("delta") or {}
     screen.write(delta.get("reasoning") or delta.get("reasoning_content") or "", dim=True)
     content: str = delta.get("content") or ""
     screen.write(content)

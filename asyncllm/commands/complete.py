@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from asyncllm.commands import terminal
-from asyncllm.commands.terminal import Screen, Stopwatch
+from asyncllm.commands.terminal import Screen
 
 HELP = "let a running server continue texts"
 
@@ -23,43 +22,17 @@ def run(options: argparse.Namespace) -> int:
     return terminal.ask_all(Continuation(options), options.quick)
 
 
-class Continuation:
+class Continuation(terminal.Session):
     """Each line is a text, also one that begins with a slash."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._options = options
-        self._model: str | None = options.model_name
-
-    async def greeting(self) -> str:
-        from asyncllm.commands.api_client import ApiClient
-
-        async with ApiClient(self._options.url, terminal.api_key(self._options)) as client:
-            self._model = self._model or (await client.models())[0]
-        return (
-            f"{self._model} at {self._options.url}. Each line is a text to continue. Ctrl-C ends "
-            "an answer, Ctrl-D the program."
-        )
-
-    async def command(self, line: str) -> bool:
-        return False
+    hint = "Each line is a text to continue. Ctrl-C ends an answer, Ctrl-D the program."
 
     async def ask(self, line: str) -> None:
-        from asyncllm.commands.api_client import ApiClient
-
         body: dict[str, Any] = {"prompt": line}
         if self._options.max_tokens is not None:
             body["max_tokens"] = self._options.max_tokens
-        if self._options.stats:
-            body["stream_options"] = {"include_usage": True}
-        screen, watch = Screen(sys.stdout), Stopwatch()
-        async with ApiClient(self._options.url, terminal.api_key(self._options)) as client:
-            self._model = self._model or (await client.models())[0]
-            try:
-                async for event in client.stream("/completions", {"model": self._model, **body}):
-                    watch.event(event)
-                    for choice in event.get("choices") or ():
-                        screen.write(choice.get("text") or "")
-            finally:
-                screen.end()
-        if self._options.stats:
-            print(watch.words(), file=sys.stderr)
+        await self.show("/completions", body, _write)
+
+
+def _write(choice: dict[str, Any], screen: Screen) -> None:
+    screen.write(choice.get("text") or "")

@@ -263,8 +263,9 @@ def _needs(config: Any, model: Any) -> Iterator[Finding]:
     import torch
 
     from asyncllm.attention.cache_spec import CacheLayout
+    from asyncllm.attention.state_cache import StateLayout
     from asyncllm.cache_group import num_blocks_that_fit
-    from asyncllm.worker.memory import CPU_KV_SHARE, GRAPH_RESERVE_BYTES
+    from asyncllm.worker.memory import CPU_KV_SHARE, GRAPH_RESERVE_BYTES, plan_snapshots
 
     weights = sum(load.num_bytes for load in model.loads())
     kv_dtype = getattr(torch, config.kv_cache_dtype)
@@ -280,12 +281,20 @@ def _needs(config: Any, model: Any) -> Iterator[Finding]:
     else:
         total = _memory_bytes()
         room = min(total * CPU_KV_SHARE, total - weights)
-    num_pages = max(0, int(room / layout.page_bytes))
+    states = StateLayout(model.state_layers)
+    num_snapshots = plan_snapshots(config, states, int(room))
+    state_bytes = (config.num_slots + num_snapshots) * states.row_bytes
+    if states.row_bytes:
+        sizes = f"{states.row_bytes} bytes, for {config.num_slots} slots, {num_snapshots} snapshots"
+        yield Finding("model", "state per sequence", f"{sizes}: {state_bytes / GIB:.2f} GiB")
+    num_pages = max(0, layout.num_pages_in(int(room) - state_bytes))
     groups = layout.groups(config.max_num_batched_tokens)
     tokens = num_blocks_that_fit(groups, num_pages, num_pages) * config.block_size
     least = config.max_model_len or config.block_size
     fits: State = "ok" if tokens >= least else "MISSING"
     advice = "" if fits == "ok" else f"needs {least}: a smaller model, or a larger device"
+    if fits != "ok" and states.row_bytes:
+        advice += ", or a lower --max-num-seqs"
     text = f"about {tokens} of KV cache in {total / GIB:.1f} GiB (activations not counted)"
     yield Finding("model", "tokens that fit", text, fits, advice)
     if kernels.nothing_to_build(config) is None and config.attention_backend != "torch":

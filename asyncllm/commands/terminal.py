@@ -12,11 +12,14 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from asyncllm.server.args import API_KEY_VARIABLES, key_from_environment
+
+if TYPE_CHECKING:
+    from asyncllm.commands.api_client import ApiClient
 
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 EXIT_CODE_INTERRUPTED = 130
@@ -25,16 +28,53 @@ _CONTROLS = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)])
 del _CONTROLS[ord("\n")], _CONTROLS[ord("\t")]
 
 
-class Session(Protocol):
-    """It answers typed lines. Each method raises `AnswerError`."""
+class Session:
+    """It answers typed lines by a model of a server. Each method raises `AnswerError`."""
+
+    hint = ""  # what to say before the first prompt
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.model: str | None = options.model_name
+        self._options = options
 
     async def greeting(self) -> str:
-        """Asks the server; what to say before the first prompt."""
+        self.model = self.model or (await self.models())[0]
+        return f"{self.model} at {self._options.url}. {self.hint}"
 
-    async def ask(self, line: str) -> None: ...
+    async def ask(self, line: str) -> None:
+        raise NotImplementedError
 
     async def command(self, line: str) -> bool:
         """Run the line if it is a command, else return False. Raises `EOFError` to end."""
+        return False
+
+    async def models(self) -> list[str]:
+        async with self._client() as client:
+            return await client.models()
+
+    async def show(
+        self, path: str, body: dict[str, Any], write: Callable[[dict[str, Any], Screen], object]
+    ) -> None:
+        """`write` each choice of the answer's events as it comes."""
+        screen, watch = Screen(sys.stdout), Stopwatch()
+        if self._options.stats:
+            body = body | {"stream_options": {"include_usage": True}}
+        async with self._client() as client:
+            self.model = self.model or (await client.models())[0]
+            try:
+                async for event in client.stream(path, {"model": self.model, **body}):
+                    watch.event(event)
+                    for choice in event.get("choices") or ():
+                        write(choice, screen)
+            finally:
+                screen.end()
+        if self._options.stats:
+            print(watch.words(), file=sys.stderr)
+
+    def _client(self) -> ApiClient:
+        from asyncllm.commands.api_client import ApiClient  # imports aiohttp
+
+        return ApiClient(self._options.url, api_key(self._options))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,6 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncllm.engine.output_state import Sink
@@ -200,9 +199,8 @@ class AdapterManager:
                 await self._room()
                 if not known.num_readers:
                     raise asyncio.CancelledError
-            path = Path(known.request.lora_path)
             try:
-                info = await asyncio.to_thread(self._store.read, path, place)
+                info = await asyncio.to_thread(self._store.read, known.request.folder, place)
             except BaseException:
                 self._free_places.append(place)
                 raise

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Self
 
 from asyncllm.config import EngineArgs, EngineConfig
+from asyncllm.engine.arrival import Arrival, Arrivals, Submission
 from asyncllm.engine.core import Core, Replica
-from asyncllm.engine.core_loader import CoreLoader
-from asyncllm.engine.data_parallel.loader import LocalGroupLoader, ProcessGroupLoader
-from asyncllm.engine.generation import Arrival, Arrivals, Generation, Submission
+from asyncllm.engine.data_parallel.loader import make_loader
+from asyncllm.engine.generation import Generation
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.recorder import TIMELINE_STEPS, Recorder
@@ -28,8 +27,7 @@ from asyncllm.engine.text.prompt import ParsedPrompt, PromptInput
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.errors import EngineDeadError, EngineNotStartedError
 from asyncllm.lora import LoRARequest
-from asyncllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from asyncllm.sampling_params import BeamSearchParams, SamplingParams
+from asyncllm.sampling_params import BeamSearchParams, SamplingParams, check_sampling_params
 
 
 class AsyncLLMEngine:
@@ -53,25 +51,15 @@ class AsyncLLMEngine:
         self._request_ids = itertools.count()
         self._arrivals: Arrivals = Arrivals()
         self._starting = asyncio.Lock()
-        self._loader = self._make_loader(args)
+        self._loader = make_loader(args, self.config, self.recorder, self.stat_loggers)
         self._core: Core | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # of the core
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
 
-    def _make_loader(self, args: EngineArgs) -> CoreLoader | LocalGroupLoader | ProcessGroupLoader:
-        config, recorder, loggers = self.config, self.recorder, self.stat_loggers
-        if config.data_parallel_size == 1:
-            return CoreLoader(config, recorder, loggers)
-        if config.data_parallel_backend == "uni":
-            return LocalGroupLoader(config, recorder, loggers)
-        return ProcessGroupLoader(args, config, recorder, loggers)
-
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> Self:
         return cls(**vars(args))
-
-    # --- life --------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Load the model, size its memory, capture its graphs. A second call does nothing.
@@ -110,8 +98,6 @@ class AsyncLLMEngine:
     async def __aexit__(self, *exc: object) -> None:
         await self.aclose()
 
-    # --- requests ----------------------------------------------------------------------------
-
     def generate(
         self,
         prompt: PromptInput,
@@ -137,14 +123,15 @@ class AsyncLLMEngine:
             sampling_params = sampling_params.checked_copy()  # the engine may be long in starting
         name = request_id if request_id is not None else f"gen-{next(self._request_ids)}"
         arrival = self._arrivals.setdefault(name, Arrival(name, self._arrivals))
-        submit = partial(
-            self._start_and_submit,
-            *(arrival, prompt, sampling_params),
-            priority=priority,
-            cache_salt=cache_salt,
-            lora_request=lora_request,
-        )
         kind = (sampling_params or SamplingParams()).output_kind
+
+        async def submit(sink: Sink) -> None:
+            given = Submission(
+                arrival, prompt, sampling_params, sink, None, priority, cache_salt, lora_request,
+                adds_lora=True,
+            )  # fmt: skip
+            await given.run(self._start_and_submit(given))
+
         return Generation(submit, partial(self.abort, name), kind)
 
     def beam_search(
@@ -188,29 +175,14 @@ class AsyncLLMEngine:
         Raises as `generate`; a refused request owns nothing.
         """
         arrival = self._arrivals.setdefault(request_id, Arrival(request_id, self._arrivals))
-        core = self._on_its_loop()
         given = Submission(
             arrival, prompt, params, sink, text_sink, priority, cache_salt, lora_request
         )
-        if not await arrival.run(core.submit(given)):
-            sink(_aborted_output(given))
+        await given.run(self._on_its_loop().submit(given))
 
-    async def _start_and_submit(
-        self,
-        arrival: Arrival,
-        prompt: PromptInput,
-        params: SamplingParams | None,  # None: the model's defaults, known once it is loaded
-        sink: Sink,
-        **options: Any,
-    ) -> None:
-        given = Submission(arrival, prompt, params, sink, adds_lora=True, **options)
-
-        async def submit() -> None:
-            await self.start()
-            await self._on_its_loop().submit(given)
-
-        if not await arrival.run(submit()):
-            sink(_aborted_output(given))
+    async def _start_and_submit(self, given: Submission) -> None:
+        await self.start()
+        await self._on_its_loop().submit(given)
 
     def abort(self, request_id: str | Iterable[str], cause: AbortCause = "application") -> None:
         """End requests at once, wherever they are; unknown ids are ignored. Counted by `cause`."""
@@ -220,8 +192,6 @@ class AsyncLLMEngine:
                 self.recorder.aborts[cause] += 1
             if self._core is not None:
                 self._core.abort(name, cause)
-
-    # --- adapters ----------------------------------------------------------------------------
 
     async def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> None:
         """Read an adapter's files, so that requests may name it; again, and in place of those of
@@ -275,10 +245,8 @@ class AsyncLLMEngine:
 
     def health(self) -> str | None:
         """None when requests are served, else why not."""
-        if self._closed:
-            return "closed"
         if self._core is None:
-            return "loading"
+            return "closed" if self._closed else "loading"
         return self._core.health()
 
     async def wait_failed(self) -> str:
@@ -322,23 +290,8 @@ class AsyncLLMEngine:
         return core
 
     def _running(self) -> Core:
-        if self._core is None:
-            if self._closed:
-                raise EngineDeadError("the engine is closed")
-            raise EngineNotStartedError("the engine is not started")
-        return self._core
-
-
-def check_sampling_params(params: object) -> None:
-    """Raises `TypeError` for what is none: a dict of its fields, say."""
-    if not isinstance(params, SamplingParams):
-        raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
-
-
-def _aborted_output(given: Submission) -> RequestOutput:
-    """The end of a request that was aborted before anybody knew its token ids."""
-    text = given.prompt if isinstance(given.prompt, str) else None
-    now, params = time.monotonic(), given.params or SamplingParams()
-    answers = [CompletionOutput(i, "", [], finish_reason="abort") for i in range(params.n)]
-    metrics = RequestMetrics(arrival_time=now, finished_time=now)
-    return RequestOutput(given.arrival.request_id, text, [], None, answers, True, metrics)
+        if self._core is not None:
+            return self._core
+        if self._closed:
+            raise EngineDeadError("the engine is closed")
+        raise EngineNotStartedError("the engine is not started")

@@ -25,8 +25,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from functools import partial
 
-from asyncllm.engine.generation import BestAnswers
 from asyncllm.engine.live_requests import LiveRequests
+from asyncllm.engine.output_collector import BestAnswers
 from asyncllm.engine.output_state import Sink
 from asyncllm.outputs import PromptLogprobs, RequestMetrics, RequestOutput
 from asyncllm.sampling_params import SamplingParams

@@ -8,6 +8,8 @@ step that was planned with them. It does not know why a sequence is admitted or 
   publish       a full page becomes findable by its hash, for steps after the one that fills it: a
                 prompt's at once, an answer's several at a time, which is cheaper, or at its end
   swap          a preempted sequence's pages move to host pages; both copies stay findable
+  states        where layers are recurrent, a prefix is cached as far as pages and a snapshot of
+                their state are (state_pool.py)
 
 Invariant: `check_integrity()`. With no live sequence every page is free and every map of sequences
 is empty.
@@ -24,6 +26,7 @@ from operator import itemgetter
 from asyncllm.cache_group import CacheGroup
 from asyncllm.engine.block_hashes import BlockHashes
 from asyncllm.engine.page_pool import PagePool
+from asyncllm.engine.state_pool import StatePool
 from asyncllm.step_plan import PageAppend
 from asyncllm.types import PADDING_PAGE, Sequence
 
@@ -48,6 +51,9 @@ class _Table:
     groups: list[_GroupPages]
     num_published: int = 0  # blocks
     may_publish: bool = True  # not without a prefix cache, nor what was filled before its reset
+    # Where layers are recurrent:
+    num_found: int = 0  # blocks that had pages when it was admitted, with states or without
+    num_saved: int = 0  # blocks before its own last snapshot
 
 
 class BlockManager:
@@ -60,12 +66,14 @@ class BlockManager:
         num_host_pages: int = 0,
         enable_prefix_caching: bool = True,
         groups: SequenceOf[CacheGroup] | None = None,
+        states: StatePool | None = None,
     ) -> None:
-        """groups: None for one whose layers see all tokens."""
+        """groups: None for one whose layers see all tokens. states: of recurrent layers."""
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.device = PagePool(num_pages, first=PADDING_PAGE + 1)
         self.host = PagePool(num_host_pages)
+        self.states = states
         self._groups = groups or (CacheGroup(block_size),)
         self.num_groups = len(self._groups)
         self._full = [g for g, group in enumerate(self._groups) if group.window is None]
@@ -100,27 +108,33 @@ class BlockManager:
         last token is left to compute."""
         if not self.enable_prefix_caching:
             return 0
-        most = (len(seq.token_ids) - 1) // self.block_size
-        if self._full:
-            for i in range(most):  # hashed up to the first miss: a long prompt may never be cached
-                block_hash = self._hashes.first(seq, i + 1)[i]
-                if self._is_missing(block_hash, self._full):
-                    most = i
-                    break
-        while self._windows and most and (hole := self._last_hole(seq, most)) is not None:
-            most = hole
+        most = self._num_found(seq)
+        while most:
+            hole = self._last_hole(seq, most) if self._windows else None
+            if hole is None and self._has_state(seq, most):
+                break
+            most = most - 1 if hole is None else hole
         return most
+
+    def hash_at(self, seq: Sequence, num_tokens: int) -> bytes | None:
+        """Of the last of the blocks that these tokens fill; None: of none."""
+        num_blocks = num_tokens // self.block_size
+        return self._hashes.first(seq, num_blocks)[num_blocks - 1] if num_blocks else None
 
     def num_pages_to_swap(self, seq: Sequence) -> int:
         end = self.num_blocks(seq.num_computed)
         return sum(end - held.first for held in self._tables[seq.seq_id].groups)
 
     def can_swap_out(self, seq: Sequence) -> bool:
+        if self.states is not None and not self.states.host.num_free:
+            return False
         return self.num_pages_to_swap(seq) <= self.host.num_free
 
     def num_uncached_tokens(self, seq: Sequence) -> int:
         """Tokens that a recomputation would have to compute, if nothing is evicted meanwhile."""
         published = self._tables[seq.seq_id].num_published
+        while published and not self._has_state(seq, published):
+            published -= 1
         return len(seq.token_ids) - published * self.block_size
 
     # --- transitions -----------------------------------------------------------------------
@@ -138,6 +152,8 @@ class BlockManager:
         swapped, start = self._tables.get(seq.seq_id), num_cached * self.block_size
         table = swapped or _Table([], num_cached, self.enable_prefix_caching)
         if swapped is None:
+            if self.states is not None and self.enable_prefix_caching:
+                table.num_found = self._num_found(seq)
             for group in self._groups:
                 table.groups += [_GroupPages(group.first_block(start) if start else 0)]
         wanted, names, num_pages = self._wanted(seq, table, len(seq.token_ids))
@@ -256,12 +272,38 @@ class BlockManager:
             self.device.publish(pages, _names(hashes[new.start : new.stop], g))
         table.num_published = num_full
 
+    def save_states(self, seq: Sequence, start: int, end: int) -> tuple[tuple[int, int], ...]:
+        """Rows for snapshots of the state amid or behind the tokens from `start` to `end` of a
+        prompt, each with the tokens before it.
+
+        At the last whole block, for who asks the same or goes on from there, and where its pages
+        part from those of other prompts. What is the last block's no more is overwritten first.
+        """
+        states, table, size = self.states, self._tables[seq.seq_id], self.block_size
+        if states is None or not table.may_publish:
+            return ()
+        last = min(end, len(seq.token_ids) - 1) // size
+        saves: list[tuple[int, int]] = []
+        for num_blocks in sorted({table.num_found, last}):
+            if start < num_blocks * size <= end:
+                hashes = self._hashes.first(seq, num_blocks)
+                row = states.save(hashes[num_blocks - 1])
+                if row is not None:
+                    saves.append((num_blocks * size - start, row))
+        if last * size > start:
+            if table.num_saved not in (0, table.num_found):
+                states.expire(self._hashes.known(seq)[table.num_saved - 1])
+            table.num_saved = last
+        return tuple(saves)
+
     def free(self, seq: Sequence) -> None:
         """`seq` gives back all it owns."""
         table = self._tables.pop(seq.seq_id, None)
         if table is not None:
             _release(self.device, [(held.first, held.pages) for held in table.groups])
             _release(self.host, [(held.first, held.host_pages) for held in table.groups])
+        if self.states is not None:
+            self.states.leave_host(seq.seq_id)
 
     def forget(self, seq: Sequence) -> None:
         """`seq` is finished: free it and drop its hashes."""
@@ -286,10 +328,28 @@ class BlockManager:
         """Forget all blocks. Live sequences keep their pages, but publish none of them again."""
         self.device.forget_all()
         self.host.forget_all()
+        if self.states is not None:
+            self.states.forget_all()
         for table in self._tables.values():
             table.num_published, table.may_publish = 0, False
 
     # --- inside ----------------------------------------------------------------------------
+
+    def _num_found(self, seq: Sequence) -> int:
+        """How many blocks at the start of `seq` have pages in all groups that keep every block."""
+        most = (len(seq.token_ids) - 1) // self.block_size
+        if self._full:
+            for i in range(most):  # hashed up to the first miss: a long prompt may never be cached
+                block_hash = self._hashes.first(seq, i + 1)[i]
+                if self._is_missing(block_hash, self._full):
+                    return i
+        return most
+
+    def _has_state(self, seq: Sequence, num_blocks: int) -> bool:
+        """Whether recurrent layers, if there are any, have a snapshot after so many."""
+        if self.states is None:
+            return True
+        return self.states.has(self._hashes.first(seq, num_blocks)[num_blocks - 1])
 
     def _last_hole(self, seq: Sequence, num_blocks: int) -> int | None:
         """The last block that a window needs after so many, and that is not cached."""
@@ -342,6 +402,8 @@ class BlockManager:
                 host_users.update(held.host_pages)
         self.device.check_integrity(users)
         self.host.check_integrity(host_users)
+        if self.states is not None:
+            self.states.check_integrity()
 
     def check_empty(self) -> None:
         """Assert that no sequence is known."""

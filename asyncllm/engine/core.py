@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from asyncllm.engine.generation import Submission
+from asyncllm.engine.arrival import Submission
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.stats import AbortCause, SchedulerStats

@@ -19,18 +19,19 @@ from typing import Any
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.adapters import Adapter, AdapterManager
+from asyncllm.engine.arrival import Submission
 from asyncllm.engine.beam_search import BeamSearchClient
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.core import Replica
 from asyncllm.engine.engine_steps import EngineSteps
-from asyncllm.engine.generation import Submission
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.pipeline import run_ahead, run_synchronous
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.scheduler import Scheduler
+from asyncllm.engine.state_pool import StatePool
 from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
 from asyncllm.engine.watchdog import Watchdog
 from asyncllm.errors import (
@@ -295,6 +296,7 @@ class EngineCore:
             memory.num_host_pages,
             config.enable_prefix_caching,
             memory.groups,
+            self._new_states(),
         )
         return Scheduler(
             blocks,
@@ -306,6 +308,13 @@ class EngineCore:
             swap_cost=self.worker.swap_cost,
             totals=totals,
         )
+
+    def _new_states(self) -> StatePool | None:
+        """Of recurrent layers, where there are any."""
+        num_slots, memory = self._config.num_slots, self.worker.memory
+        if not memory.has_states:
+            return None
+        return StatePool(num_slots, memory.num_snapshots, memory.num_host_states)
 
     async def close(self) -> None:
         self.dead = "the engine is closed"

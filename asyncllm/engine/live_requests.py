@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from asyncllm.engine.generation import BestAnswers
+from asyncllm.engine.output_collector import BestAnswers
 from asyncllm.engine.output_processor import OutputProcessor
 from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.scheduler import Scheduler

@@ -17,12 +17,17 @@ from typing import Any, Self, TypeVar
 
 from tqdm import tqdm
 
-from asyncllm.engine.async_engine import AsyncLLMEngine, check_sampling_params
+from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.text.prompt import PromptInput
 from asyncllm.errors import EngineDeadError
 from asyncllm.lora import LoRARequest
 from asyncllm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
-from asyncllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from asyncllm.sampling_params import (
+    BeamSearchParams,
+    RequestOutputKind,
+    SamplingParams,
+    check_sampling_params,
+)
 
 T = TypeVar("T")
 EXIT_TIMEOUT_SECONDS = 5.0

@@ -30,7 +30,6 @@ from asyncllm.types import Request, Sequence, SequenceStatus, TokenLogprobs, Tok
 
 logger = logging.getLogger(__name__)
 
-
 # A sequence that ended here: by a stop string or its repetition, which is the last part, or by an
 # error of its own.
 Stop = tuple[Sequence, FinishReason, str | None]
@@ -238,7 +237,12 @@ class OutputProcessor:
         for seq in owner.request.sequences:
             state = self._sequences.get(seq.seq_id)
             if state is not None:
-                self._end_sequence(state, _held_text(state), reason)
+                try:
+                    held = state.text.close()
+                except Exception:  # it ends anyway
+                    logger.exception("request %s: output failed", owner.request.request_id)
+                    held = ""
+                self._end_sequence(state, held, reason)
         try:
             self._emit(owner, now)
         except Exception:  # who ends this one may have others to end
@@ -294,11 +298,3 @@ def _failed(owner: RequestState, what: str, error: Exception) -> RequestFailedEr
     name = owner.request.request_id
     logger.error("request %s: %s failed", name, what, exc_info=error)
     return RequestFailedError(f"request {name}: output failed: {type(error).__name__}: {error}")
-
-
-def _held_text(state: SequenceState) -> str:
-    try:
-        return state.text.close()
-    except Exception:  # it ends anyway
-        logger.exception("request %s: output failed", state.seq.request.request_id)
-        return ""

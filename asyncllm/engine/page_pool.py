@@ -121,6 +121,12 @@ class PagePool:
                 page_of[block_hash] = page
                 hash_of[page] = block_hash
 
+    def expire(self, block_hash: bytes) -> None:
+        """The page that holds this block, where one does and is free, is the next to be taken."""
+        page = self._page_of.get(block_hash)
+        if page is not None and page in self._free:
+            self._free.move_to_end(page, last=False)
+
     def forget_all(self) -> None:
         """Forget every hash (the content of all pages became worthless)."""
         self._page_of.clear()

@@ -8,16 +8,35 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.running_set import RunningSet
 from asyncllm.engine.stats import SchedulerStats
 from asyncllm.engine.waiting_queue import WaitingQueue
-from asyncllm.step_plan import NO_DECODES, DecodeBatch, PageAppend, PrefillRow, SlotInit, StepPlan
+from asyncllm.step_plan import (
+    NO_DECODES,
+    NO_STATE_MOVES,
+    DecodeBatch,
+    PageAppend,
+    PrefillRow,
+    SlotInit,
+    StateMoves,
+    StepPlan,
+)
 from asyncllm.types import Sequence, SequenceStatus
 
 FREE_PAGES_WATERMARK = 0.01  # fraction of pages kept free at admission, so that decodes can grow
+
+
+class _StateLists(NamedTuple):
+    """As `StateMoves`."""
+
+    swap_out: list[tuple[int, int]]
+    restore: list[tuple[int, int]]
+    swap_in: list[tuple[int, int]]
+    fork: list[tuple[int, int]]
 
 
 @dataclass(slots=True)
@@ -38,10 +57,11 @@ class StepDraft:
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     slot_inits: list[SlotInit] = field(default_factory=list)
     page_appends: list[PageAppend] = field(default_factory=list)
+    states: _StateLists = field(default_factory=lambda: _StateLists([], [], [], []))
 
     @property
     def empty(self) -> bool:
-        return not (self.decodes or self.prefills or self.swap_out)
+        return not (self.decodes or self.prefills or self.swap_out or self.states.swap_out)
 
     def init_slot(self, seq: Sequence, block_ids: list[list[int]]) -> None:
         """All that the device must know of `seq`, which owns a slot and these pages."""
@@ -64,6 +84,7 @@ class StepDraft:
             swap_in=tuple(self.swap_in),
             slot_inits=tuple(self.slot_inits),
             page_appends=tuple(self.page_appends),
+            states=StateMoves(*map(tuple, self.states)) if any(self.states) else NO_STATE_MOVES,
         )
 
 
@@ -138,6 +159,7 @@ class PrefillPlanner:
                 token_ids=seq.token_ids[start:end],
                 block_ids=self._blocks.pages_of(seq, self._blocks.num_blocks(end)),
                 samples=samples,
+                saves=self._blocks.save_states(seq, start, end),
             )
         )
         draft.take(end - start)
@@ -146,6 +168,18 @@ class PrefillPlanner:
             self._running.join(sampled)
             sampled.num_computed = end
             sampled.num_in_flight += 1
+
+    def _restore_state(self, seq: Sequence, draft: StepDraft) -> None:
+        """What recurrent layers of an admitted sequence go on from."""
+        states = self._blocks.states
+        if states is None:
+            return
+        host_row = states.leave_host(seq.seq_id)
+        if host_row is not None:
+            draft.states.swap_in.append((host_row, seq.slot))
+        else:
+            row = states.source(self._blocks.hash_at(seq, seq.num_computed))
+            draft.states.restore.append((row, seq.slot))
 
     def _fork(self, seq: Sequence, draft: StepDraft) -> list[Sequence]:
         """Siblings that share this prompt from here on; those without a slot queue on their own."""
@@ -156,6 +190,8 @@ class PrefillPlanner:
             child.num_prefill = child.num_computed = seq.num_prefill
             child.num_cached_tokens = seq.num_cached_tokens
             self._take_slot(child, draft)
+            if self._blocks.states is not None:
+                draft.states.fork.append((seq.slot, child.slot))
             self._running.note_fork(seq, child)
         for child in siblings[len(forks) :]:
             self._waiting.add(child)
@@ -202,6 +238,7 @@ class PrefillPlanner:
                 self._stats.prefix_cache_hits += num_cached
             seq.num_computed, seq.num_prefill = num_cached, len(seq.token_ids)
         self._take_slot(seq, draft)
+        self._restore_state(seq, draft)
         if seq.num_computed < seq.num_prefill:
             self._prefill_chunk(seq, draft)
         else:

@@ -131,6 +131,8 @@ class Scheduler:
 
     def publish_planned(self) -> None:
         """Have the next plans find what the last one computes of prompts."""
+        if self.blocks.states is not None:
+            self.blocks.states.publish_written()
         rows, self._unpublished = self._unpublished, ()
         for row in rows:
             if row.seq.status is SequenceStatus.RUNNING:  # who ends is published then
@@ -181,10 +183,13 @@ class Scheduler:
         """Take slot and pages from a running sequence and put it back into the queue."""
         draft.preempted = True
         seq.request.metrics.num_preemptions += 1
+        slot, states = seq.slot, self.blocks.states
         self.running.remove(seq)
         self.blocks.publish(seq)  # what is recomputed may find it
         if self._should_swap(seq):
             draft.swap_out += self.blocks.swap_out(seq)
+            if states is not None:
+                draft.states.swap_out.append((slot, states.swap_out(seq.seq_id)))
             seq.status = SequenceStatus.SWAPPED
             self._stats.num_preemptions_swap += 1
         else:
@@ -203,7 +208,8 @@ class Scheduler:
         cost = self._swap_cost
         num_pages = self.blocks.num_pages_to_swap(seq)
         recompute = self.blocks.num_uncached_tokens(seq) * cost.seconds_per_token
-        return 2 * num_pages * cost.seconds_per_page < recompute
+        one_way = num_pages * cost.seconds_per_page + cost.seconds_per_state
+        return 2 * one_way < recompute
 
     # --- a step's tokens ---------------------------------------------------------------------
 

@@ -207,6 +207,7 @@ class LoRAWeights:
 
     a: torch.Tensor  # [slots, parts * max_rank, in]
     b: torch.Tensor  # [slots, out, max_rank]
+    bias: torch.Tensor  # [slots, out]
     sizes: tuple[int, ...]  # of each part, in output features
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from asyncllm.attention.state_cache import StateBackend, StateCache, TorchStates
 from asyncllm.graphs.captured_times import captured_seconds
 from asyncllm.kernels.gemm.cublas_lt import CublasLt
 from asyncllm.kernels.gemm.gemm_autotune import AutotunedGemm, GemmCache
@@ -68,9 +69,18 @@ def select_add_lora(device: torch.device) -> AddLoRA:
     """Triton's on CUDA, else plain torch."""
     if device.type != "cuda":
         return add_lora_torch
-    from asyncllm.kernels.lora.kernel import add_lora_triton  # slow to import
+    from asyncllm.kernels.lora.kernel import TritonLoRA  # slow to import
 
-    return add_lora_triton
+    return TritonLoRA(device)
+
+
+def select_states(cache: StateCache, device: torch.device) -> StateBackend:
+    """Triton's on CUDA, else plain torch."""
+    if device.type != "cuda":
+        return TorchStates(cache)
+    from asyncllm.attention.triton_states import TritonStates  # slow to import
+
+    return TritonStates(cache)
 
 
 def has_fast_ops(device: torch.device, dtype: torch.dtype) -> bool:

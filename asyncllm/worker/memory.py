@@ -2,28 +2,39 @@
 
 On CUDA a profiling run of the largest step shows what activations need; what is left of the allowed
 share is KV cache. On the CPU the KV cache gets a default share of the machine's memory, and no more
-than all sequences could ever use.
+than all sequences could ever use. States of recurrent layers come first: one for each slot.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from asyncllm.attention.base import AttentionLayer, AttentionMixer, RotatedHeads, Rotation
+from asyncllm.attention.base import AttentionLayer, RotatedHeads, Rotation, StepMixer
 from asyncllm.attention.cache_spec import CacheLayout
 from asyncllm.attention.host_pages import HostPages
 from asyncllm.attention.kv_cache import KVCache, KVScales
+from asyncllm.attention.state_cache import StateCache, StateLayout
 from asyncllm.cache_group import CacheGroup, num_blocks_that_fit, num_pages_for
 from asyncllm.config import GIB, EngineConfig
+from asyncllm.kernels.recurrent.records import (
+    Convolution,
+    DeltaRule,
+    Recurrence,
+    SelectiveScan,
+    StateLayer,
+)
 from asyncllm.models.base import CausalLM, TokenInputs
 from asyncllm.models.kv_scales import measured_scales, stored_scales
 from asyncllm.models.parallel.mesh import Mesh
+from asyncllm.step_plan import StateMoves
 from asyncllm.types import SwapCost
 
+SNAPSHOT_SHARE = 0.25  # at most, of what the slots' states leave, for snapshots of states
 CPU_KV_SHARE = 0.1  # of the machine's memory, where no flag says otherwise
 TIMED_TOKENS_CPU = 64
 FULL_SAMPLING_COPIES = 6  # of the logits in float32, at the same time: what `sample_fully` may hold
@@ -36,6 +47,9 @@ class MemoryPlan:
     num_host_pages: int
     max_model_len: int
     groups: tuple[CacheGroup, ...]
+    num_snapshots: int = 0  # rows of the state memory behind the slots'
+    num_host_states: int = 0
+    has_states: bool = False
 
 
 def _profile_step(model: CausalLM, config: EngineConfig, device: torch.device) -> int:
@@ -61,7 +75,8 @@ def forward_without_attention(
     """Hidden states [num_tokens, hidden_size] that mean nothing, by a whole step's work else."""
     tokens = torch.zeros(num_tokens, dtype=torch.int32, device=device)
     prompt_lens = tokens + 1 if model.uses_prompt_lens else None
-    return model.forward(TokenInputs(tokens, tokens, prompt_lens), AttentionMixer(_no_attention))
+    mixer = StepMixer(_no_attention, _no_moving)
+    return model.forward(TokenInputs(tokens, tokens, prompt_lens), mixer)
 
 
 def _no_attention(
@@ -71,20 +86,52 @@ def _no_attention(
     return tokens.new_zeros((len(tokens), layer.num_heads * layer.head_dim))
 
 
+def _no_moving(layer: StateLayer, inputs: Recurrence) -> torch.Tensor:
+    match inputs:
+        case Convolution(x):
+            return torch.zeros_like(x)
+        case SelectiveScan(x):
+            return torch.zeros_like(x, dtype=torch.float32)
+        case DeltaRule(v=v):
+            return torch.zeros_like(v)
+
+
+def plan_snapshots(config: EngineConfig, states: StateLayout, room: int) -> int:
+    """How many snapshots of states there are, where pages and states have `room` bytes."""
+    if not states.row_bytes or not config.enable_prefix_caching:
+        return 0
+    left = room - config.num_slots * states.row_bytes
+    return max(0, min(config.max_num_seqs, int(left * SNAPSHOT_SHARE) // states.row_bytes))
+
+
 def plan_memory(
-    model: CausalLM, config: EngineConfig, layout: CacheLayout, device: torch.device, mesh: Mesh
+    model: CausalLM,
+    config: EngineConfig,
+    layout: CacheLayout,
+    states: StateLayout,
+    device: torch.device,
+    mesh: Mesh,
 ) -> MemoryPlan:
-    """Pages on the device and the host, and the context window that they allow: what the rank with
-    the least memory has.
+    """Pages and states on the device and the host, and the context window that they allow: what the
+    rank with the least memory has.
 
     Raises `ValueError` naming the flag where the asked window does not fit or nothing does.
     """
     page_bytes, peak_bytes = layout.page_bytes, _profile_step(model, config, device)
+    room = _cache_bytes(config, peak_bytes, device)
+    num_snapshots = plan_snapshots(config, states, room)
+    state_bytes = (config.num_slots + num_snapshots) * states.row_bytes
+    if state_bytes > room and config.num_gpu_blocks_override is None:
+        raise ValueError(
+            f"max_num_seqs {config.max_num_seqs} needs {state_bytes} bytes for the states of "
+            f"recurrent layers, {states.row_bytes} each, and there are {room}: lower it, or raise "
+            f"gpu_memory_utilization ({config.gpu_memory_utilization}) or kv_cache_memory_bytes"
+        )
     model_len = config.max_model_len or config.model.context_window
     groups = layout.groups(config.max_num_batched_tokens)
     num_blocks = -(-model_len // config.block_size)
     most = config.max_num_seqs * num_pages_for(groups, num_blocks)
-    num_pages = mesh.least(_num_pages(config, page_bytes, peak_bytes, device, most))
+    num_pages = mesh.least(_num_pages(config, layout, room - state_bytes, most, device))
     fits = num_blocks_that_fit(groups, num_pages, num_blocks) * config.block_size
     if fits < 1:
         raise ValueError(
@@ -98,18 +145,35 @@ def plan_memory(
             f"pages hold {fits} tokens; lower it, or raise gpu_memory_utilization or "
             "kv_cache_memory_bytes"
         )
-    num_host_pages = mesh.least(config.swap_space_bytes // page_bytes)
-    return MemoryPlan(num_pages, num_host_pages, min(model_len, fits), groups)
+    num_host_states, num_host_pages = host_rows(config, layout, states)
+    num_host_pages = mesh.least(num_host_pages)
+    max_model_len = min(model_len, fits)
+    return MemoryPlan(
+        num_pages,
+        mesh.least(num_host_pages),
+        max_model_len,
+        groups,
+        num_snapshots,
+        num_host_states,
+        has_states=bool(states.layers),
+    )
 
 
 def _num_pages(
-    config: EngineConfig, page_bytes: int, peak_bytes: int, device: torch.device, most: int
+    config: EngineConfig, layout: CacheLayout, room: int, most: int, device: torch.device
 ) -> int:
     """`most`: what all sequences could ever use."""
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override
+    num_pages = layout.num_pages_in(room) - 1
+    is_asked = config.kv_cache_memory_bytes is not None or device.type == "cuda"
+    return num_pages if is_asked and layout.page_bytes else min(num_pages, most)
+
+
+def _cache_bytes(config: EngineConfig, peak_bytes: int, device: torch.device) -> int:
+    """What pages and states may take."""
     if config.kv_cache_memory_bytes is not None:
-        return config.kv_cache_memory_bytes // page_bytes - 1
+        return config.kv_cache_memory_bytes
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         allowed = total * config.gpu_memory_utilization - (total - free)
@@ -118,14 +182,24 @@ def _num_pages(
             # Of the largest captured step: graphs keep their activations apart from eager steps'.
             largest = config.prefill_graph_sizes[-1]
             reserve += peak_bytes * largest // config.max_num_batched_tokens
-        return int(allowed - peak_bytes - reserve) // page_bytes - 1
+        return int(allowed - peak_bytes - reserve)
     ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(int(ram * CPU_KV_SHARE / config.mesh.size) // page_bytes - 1, most)
+    return int(ram * CPU_KV_SHARE / config.mesh.size)
 
 
-def begin_host_pages(config: EngineConfig, layout: CacheLayout, device: torch.device) -> HostPages:
+def host_rows(config: EngineConfig, layout: CacheLayout, states: StateLayout) -> tuple[int, int]:
+    """Swapped states, in half of `swap_space` at most, and swapped pages, in the rest."""
+    room, row_bytes = config.swap_space_bytes, states.row_bytes
+    num_states = min(config.max_num_seqs, room // 2 // row_bytes) if row_bytes else 0
+    left = room - num_states * row_bytes
+    return num_states, layout.num_pages_in(left) if left else 0
+
+
+def begin_host_pages(
+    config: EngineConfig, layout: CacheLayout, states: StateLayout, device: torch.device
+) -> HostPages:
     """As many as `swap_space` holds; being allocated from here on."""
-    num_pages = config.swap_space_bytes // layout.page_bytes
+    _, num_pages = host_rows(config, layout, states)
     return HostPages(layout.host_shape(num_pages), torch.int64, device)
 
 
@@ -144,6 +218,21 @@ def allocate_cache(
         raise ValueError(
             f"no memory for {num_pages} KV pages: lower num_gpu_blocks_override, "
             "kv_cache_memory_bytes or gpu_memory_utilization"
+        ) from error
+
+
+def allocate_states(
+    layout: StateLayout, num_slots: int, memory: MemoryPlan, device: torch.device
+) -> StateCache | None:
+    """None where no layer is recurrent. Raises `ValueError` as `allocate_cache`."""
+    if not layout.layers:
+        return None
+    num_rows = num_slots + memory.num_snapshots
+    try:
+        return StateCache(layout, num_rows, device, memory.num_host_states)
+    except (MemoryError, RuntimeError) as error:
+        raise ValueError(
+            f"no memory for {num_rows} states of {layout.row_bytes} bytes: lower max_num_seqs"
         ) from error
 
 
@@ -170,22 +259,36 @@ def time_prefill_on_cpu(model: CausalLM, config: EngineConfig) -> float:
 
 
 def measure_swap_cost(
-    cache: KVCache, memory: MemoryPlan, seconds_per_token: float
+    cache: KVCache, states: StateCache | None, memory: MemoryPlan, seconds_per_token: float
 ) -> SwapCost | None:
-    """Time a round trip of the padding page; None where there are no host pages. Waits for them;
-    raises `ValueError` naming the flag where they do not fit."""
+    """Time a round trip of the padding page, and of the padding slot's state; None where there are
+    no host pages. Waits for them; raises `ValueError` naming the flag where they do not fit."""
+
+    def move_page() -> None:
+        cache.swap_out([(0, 0)])
+        cache.swap_in([(0, 0)])
+
+    def move_state() -> None:
+        if states is not None and memory.num_host_states:
+            states.before_step(StateMoves(swap_out=((0, 0),), swap_in=((0, 0),)))
+
     try:
         if cache.host.shape[0] == 0:
             return None
-        for _ in range(2):  # the second is warm
-            start = time.perf_counter()
-            cache.swap_out([(0, 0)])
-            cache.swap_in([(0, 0)])
-            if cache.storages[0].device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds = time.perf_counter() - start
-        return SwapCost(seconds / 2, seconds_per_token)
+        page, state = (_seconds(move, cache.device) / 2 for move in (move_page, move_state))
+        return SwapCost(page, seconds_per_token, state)
     except (MemoryError, RuntimeError) as error:
         raise ValueError(
             f"no memory for {memory.num_host_pages} swapped KV pages: lower swap_space"
         ) from error
+
+
+def _seconds(work: Callable[[], None], device: torch.device) -> float:
+    """Of its second run: the first is warm-up."""
+    for _ in range(2):
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+    return seconds

@@ -12,11 +12,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from asyncllm.attention.base import AttendRows, AttentionBackend, DecodeRows, PrefillRows
+from asyncllm.attention.base import (
+    AttendRows,
+    AttentionBackend,
+    DecodeRows,
+    PrefillRows,
+    no_recurrence,
+)
+from asyncllm.attention.state_cache import StateBackend
 from asyncllm.graphs.mixed_graphs import MixedGraphs
 from asyncllm.graphs.pool import GraphPool, Outputs, Recorded
 from asyncllm.graphs.sized_graphs import SizedGraphs
 from asyncllm.graphs.token_buffers import TokenBuffers, forward
+from asyncllm.kernels.recurrent.records import Recur
 from asyncllm.models.base import CausalLM
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.step_plan import StepShape
@@ -35,6 +43,7 @@ class MixedStep:
 
     model: CausalLM
     attention: AttentionBackend
+    states: StateBackend | None  # of recurrent layers
     state: DeviceState
     kernels: SlotKernels
     inputs: StaticInputs
@@ -47,6 +56,7 @@ class MixedStep:
         self.graphs: MixedGraphs | None = None
         self.sample_graphs: SizedGraphs[Recorded] = SizedGraphs()  # by rows
         self._hidden: torch.Tensor | None = None  # that captured steps leave hidden states in
+        self._token_slots = self.inputs.slots  # of the last step's tokens
 
     def make_graphs(self, hidden: torch.Tensor, most_decodes: int, pool: GraphPool) -> MixedGraphs:
         """Graphs of forward passes: full ones where attention can be captured, else piecewise. None
@@ -83,7 +93,7 @@ class MixedStep:
 
     def graph_shape(self, step: PackedStep) -> StepShape | None:
         """The captured shape that such a step is padded to; None: it runs eagerly."""
-        if self.graphs is None:
+        if self.graphs is None or self.states is not None:  # whose rows the host gives
             return None
         return self.graphs.fitting(len(step.decode_slots), step.prefills, step.adapters)
 
@@ -100,10 +110,16 @@ class MixedStep:
         if graphs is not None and shape is not None:
             assert self._hidden is not None
             graphs.replay(shape, step.decode_positions, step.prefills)
+            self._token_slots = self.inputs.slots
             return self._hidden
         tokens = self._eager_tokens(step)
+        self._token_slots = tokens.slots
         attend_rows = self._bind_attention(tokens, step.decode_positions, step.prefills)
-        return self._forward(tokens, attend_rows, step.adapters)
+        recur: Recur = no_recurrence
+        if self.states is not None:
+            slots = self.inputs.decode_slots[: len(step.decode_slots)]
+            recur = self.states.mixed(slots, step.prefills)
+        return self._forward(tokens, attend_rows, step.adapters, recur)
 
     def logits(
         self, hidden: torch.Tensor, num_rows: int
@@ -118,7 +134,8 @@ class MixedStep:
             return rows[:0], hidden[:0]
         size = self.sample_graphs.fitting(num_rows)
         if size is None:
-            return None, self.model.compute_logits(hidden[rows[:num_rows]])
+            slots = self.inputs.sample_slots[:num_rows]
+            return None, self._logits(hidden[rows[:num_rows]], slots)
         if hidden is not self._hidden:  # of an eager step: graphs read the buffer
             assert self._hidden is not None
             torch.index_select(hidden, 0, rows[:num_rows], out=self._hidden[:num_rows])
@@ -132,20 +149,41 @@ class MixedStep:
         assert hidden is not None
 
         def sample() -> Outputs:
-            logits = self.model.compute_logits(hidden.index_select(0, inputs.sample_tokens[:size]))
+            rows = hidden.index_select(0, inputs.sample_tokens[:size])
+            logits = self._logits(rows, inputs.sample_slots[:size])
             return self.sample(logits), logits
 
         self.sample_graphs.add(size, pool.record(sample))
 
+    def logits_of_tokens(self, hidden: torch.Tensor, first: int, num: int) -> torch.Tensor:
+        """[num, V] of the last step's tokens from `first` on."""
+        tokens = slice(first, first + num)
+        return self._logits(hidden[tokens], self._token_slots[tokens])
+
+    def _logits(self, hidden: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Of rows that are these slots'. May be captured, so that no row is asked whether it has an
+        adapter."""
+        if self.lora is None:
+            return self.model.compute_logits(hidden)
+        self.lora.select(self.state.adapters[slots])
+        try:
+            return self.model.compute_logits(hidden)
+        finally:
+            self.lora.select(None)
+
     def _forward(
-        self, tokens: TokenBuffers, attend_rows: AttendRows, adapters: bool
+        self,
+        tokens: TokenBuffers,
+        attend_rows: AttendRows,
+        adapters: bool,
+        recur: Recur = no_recurrence,
     ) -> torch.Tensor:
-        """Hidden states [tokens, hidden_size]. May be captured."""
+        """Hidden states [tokens, hidden_size]. May be captured, where no layer is recurrent."""
         state, slots = self.state, tokens.slots
         if self.lora is not None:
             self.lora.select(state.adapters[slots] if adapters else None)
         prompt_lens = state.prompt_lens[slots] if self.model.uses_prompt_lens else None
-        return forward(self.model, self.attention, tokens, prompt_lens, attend_rows)
+        return forward(self.model, self.attention, tokens, prompt_lens, attend_rows, recur)
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         """Plain tokens int32 [rows] of the first rows in the static inputs. May be captured."""
@@ -168,9 +206,10 @@ class MixedStep:
         return self.attention.mixed(decodes, prefills, tokens.q, tokens.out)
 
     def _zeros(self, num_tokens: int) -> TokenBuffers:
-        layer, device = self.model.attention_layers[0], self.inputs.token_ids.device
+        layers, device = self.model.attention_layers, self.inputs.token_ids.device
+        heads = (layers[0].num_heads, layers[0].head_dim) if layers else (0, 0)
         num_groups = len(self.inputs.write_slots)
-        return TokenBuffers.zeros(num_tokens, layer, num_groups, self.dtype, device)
+        return TokenBuffers.zeros(num_tokens, heads, num_groups, self.dtype, device)
 
     def _eager_tokens(self, step: PackedStep) -> TokenBuffers:
         tokens, first = self._zeros(step.shape.size), len(step.decode_slots)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 
-from asyncllm.attention.base import AttentionBackend, AttentionMixer, DecodeRows
+from asyncllm.attention.base import AttentionBackend, DecodeRows, StepMixer, no_recurrence
 from asyncllm.attention.kv_cache import KVCache
+from asyncllm.attention.state_cache import StateBackend
 from asyncllm.config import EngineConfig
 from asyncllm.graphs.decode_graphs import DecodeGraphs
 from asyncllm.graphs.pool import Recorded
@@ -57,6 +59,7 @@ class ModelRunner:
         model: CausalLM,
         cache: KVCache,
         attention: AttentionBackend,
+        states: StateBackend | None,
         state: DeviceState,
         kernels: SlotKernels,
         executor: Executor,
@@ -75,6 +78,7 @@ class ModelRunner:
         self.lora = lora
         self._cache = cache
         self._attention = attention
+        self._states = states
         self._state = state
         self._kernels = kernels
         self._executor = executor
@@ -90,7 +94,16 @@ class ModelRunner:
         self.inputs = StaticInputs(most_tokens, config.num_slots, state, kernels.write_slots)
         dtype = getattr(torch, config.dtype)
         self.mixed = MixedStep(
-            model, attention, state, kernels, self.inputs, staging, config.block_size, lora, dtype
+            model,
+            attention,
+            states,
+            state,
+            kernels,
+            self.inputs,
+            staging,
+            config.block_size,
+            lora,
+            dtype,
         )
         results = ResultBuffers(config.num_slots, device)
         self._sampling = StepSampling(state, fully, processors, masks, staging, results, mesh)
@@ -147,6 +160,8 @@ class ModelRunner:
         self._cache.swap_out(step.swap_out)
         self._cache.copy_pages(step.page_copies)
         self._cache.swap_in(step.swap_in)
+        if self._states is not None:
+            self._states.cache.before_step(step.states)
         if step.has_prompts:
             return self._mixed_step(step, graph)
         return self._decode_only(step) if len(step.decode_slots) else None
@@ -188,7 +203,7 @@ class ModelRunner:
         last_tokens, next_positions, rows = self._kernels.gather_slots(state, slots)
         prompt_lens = state.prompt_lens[slots] if self._model.uses_prompt_lens else None
         rows = replace(rows, max_len=max_len)
-        logits = (forward or self._layers)(last_tokens, rows, prompt_lens)
+        logits = (forward or partial(self._layers, slots))(last_tokens, rows, prompt_lens)
         return self._kernels.sample_slots(state, logits, slots, next_positions, None), logits
 
     def resample(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -198,10 +213,15 @@ class ModelRunner:
         return self._kernels.sample_slots(self._state, logits, slots, None, masks)
 
     def _layers(
-        self, token_ids: torch.Tensor, rows: DecodeRows, prompt_lens: torch.Tensor | None
+        self,
+        slots: torch.Tensor,
+        token_ids: torch.Tensor,
+        rows: DecodeRows,
+        prompt_lens: torch.Tensor | None,
     ) -> torch.Tensor:
         inputs = TokenInputs(token_ids, rows.positions, prompt_lens)
-        hidden = self._model.forward(inputs, AttentionMixer(self._attention.decode(rows)))
+        recur = no_recurrence if self._states is None else self._states.decode(slots)
+        hidden = self._model.forward(inputs, StepMixer(self._attention.decode(rows), recur))
         return self._model.compute_logits(hidden)
 
     def _mixed_step(self, step: PackedStep, graph: StepShape | None) -> Forwarded:
@@ -213,7 +233,10 @@ class ModelRunner:
         else:
             hidden = self.mixed.forward(step, graph)
             extras = self._upload(step)  # which only sampling reads
-        of_prompts = prompt_logprobs(self._model, hidden, step.prompt_logprobs, extras)
+        if self._states is not None:
+            self._states.cache.after_step(step.states)
+        logits_of = partial(self.mixed.logits_of_tokens, hidden)
+        of_prompts = prompt_logprobs(step.prompt_logprobs, extras, logits_of)
         sampled, logits = self.mixed.logits(hidden, len(step.sampled_slots))
         slots, positions = self.inputs.sample_slots, self.inputs.sample_positions
         return Forwarded(logits, slots, positions, sampled, extras, of_prompts)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from asyncllm.attention.base import PrefillRows
-from asyncllm.step_plan import StepKind, StepShape
+from asyncllm.step_plan import NO_STATE_MOVES, StateMoves, StepKind, StepShape
 from asyncllm.types import PADDING_PAGE, PADDING_SLOT
 
 A = TypeVar("A", np.ndarray, torch.Tensor)
@@ -129,6 +129,7 @@ class PackedStep(NamedTuple):
     swap_out: tuple[tuple[int, int], ...] = ()  # (device page, host page)
     page_copies: tuple[tuple[int, int], ...] = ()  # (from, to), both on the device
     swap_in: tuple[tuple[int, int], ...] = ()  # (host page, device page)
+    states: StateMoves = NO_STATE_MOVES
     changes: SlotChanges = NO_CHANGES
     features: int = NO_FEATURE  # all that any row that samples needs
     extras: SamplingExtras[np.ndarray] = NO_EXTRAS
@@ -171,5 +172,6 @@ def padding_prompt(
             kv_lens=np.array([num_tokens], np.int32),
             page_indptr=np.array([0, num_pages], np.int32),
             pages=np.full((num_groups, num_pages), PADDING_PAGE, np.int32),
+            slots=np.array([PADDING_SLOT], np.int32),
         ),
     )

@@ -65,6 +65,7 @@ class StepPacker:
             swap_out=plan.swap_out,
             page_copies=plan.page_copies,
             swap_in=plan.swap_in,
+            states=plan.states,
             changes=pack_changes(plan.slot_inits, plan.page_appends, self._num_slots),
             features=features,
             extras=extras,
@@ -109,7 +110,19 @@ class StepPacker:
             if row.samples:
                 samples += [(num_decodes + end - 1, seq.slot, kv_len) for seq in row.samples]
         columns = np.array([*zip(*of_rows, strict=True)], np.int32)
-        prefills = PrefillRows(columns[0], columns[2, 1:], columns[1], np.array(pages, np.int32))
+        saves = [
+            (i, of_rows[i][0] + place, state_row)
+            for i, row in enumerate(plan.prefills)
+            for place, state_row in row.saves
+        ]
+        prefills = PrefillRows(
+            columns[0],
+            columns[2, 1:],
+            columns[1],
+            np.array(pages, np.int32),
+            columns[5, 1:],
+            np.array(saves, np.int32).reshape(-1, 3),
+        )
         tokens = columns[3:, 1:].repeat(columns[3, 1:], axis=1)
         tokens[0] = np.fromiter(token_ids, np.int32, len(token_ids))
         positions, first_pages = tokens[1], tokens[3]

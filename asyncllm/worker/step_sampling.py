@@ -6,6 +6,7 @@ graph; else all rows of the step are sampled in full, and what a graph sampled i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,7 +15,6 @@ import numpy as np
 import torch
 
 from asyncllm.graphs.pool import Recorded
-from asyncllm.models.base import CausalLM
 from asyncllm.models.parallel.mesh import Mesh
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepPlan
@@ -172,14 +172,13 @@ class StepSampling:
 
 
 def prompt_logprobs(
-    model: CausalLM,
-    hidden: torch.Tensor,
     wanted: SequenceOf[PromptLogprobs],
     extras: DeviceExtras,
+    logits_of: Callable[[int, int], torch.Tensor],
 ) -> list[LogprobTensors]:
     """In pieces: logits of a whole prompt would not fit beside the KV cache.
 
-    hidden: of the step's tokens, [tokens, hidden_size].
+    logits_of: (first token of the step, number of tokens) -> [tokens, V].
     """
     pieces: list[LogprobTensors] = []
     if not wanted:
@@ -190,7 +189,7 @@ def prompt_logprobs(
         for start in range(0, row.num_targets, PROMPT_LOGPROB_ROWS):
             piece = of_row[start : start + PROMPT_LOGPROB_ROWS]
             first = row.first_token + start
-            logits = model.compute_logits(hidden[first : first + len(piece)])
+            logits = logits_of(first, len(piece))
             pieces.append(gather_logprobs(logits, piece, row.num_top))
     return pieces
 

@@ -18,6 +18,7 @@ import torch
 from asyncllm.attention.cache_spec import CacheLayout
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.registry import build_backend, import_backend, resolve_backend
+from asyncllm.attention.state_cache import StateLayout
 from asyncllm.config import EngineConfig
 from asyncllm.kernels import persistent_decode
 from asyncllm.kernels.declaration import Launch
@@ -42,10 +43,12 @@ from asyncllm.worker.kernels import (
     select_add_lora,
     select_ops,
     select_slot_kernels,
+    select_states,
 )
 from asyncllm.worker.logits_processors import LogitsProcessors
 from asyncllm.worker.memory import (
     allocate_cache,
+    allocate_states,
     begin_host_pages,
     forward_without_attention,
     kv_scales,
@@ -95,11 +98,12 @@ class Worker:
             layout = CacheLayout(layers, config.block_size, kv_dtype)
             if config.mesh.pp > 1:
                 _check_stages(config, kv_dtype)
+            state_layout = StateLayout(model.state_layers)
         self.device = torch.device(config.device)
         self.backend_name = resolve_backend(
             config.attention_backend, self.device, is_fp8=config.kv_cache_dtype != config.dtype
         )
-        host_pages = begin_host_pages(config, layout, self.device)
+        host_pages = begin_host_pages(config, layout, state_layout, self.device)
         early = KernelPrewarm(self.device)
         with self._phase("kernels"):
             early.begin_all(config)
@@ -120,12 +124,14 @@ class Worker:
             model, loading = self._load_model(ops, lora, early, progress)
         with self._phase("profile"):
             early.wait_for_hash()
-            self.memory = plan_memory(model, config, layout, self.device, self._mesh)
+            sizes = layout, state_layout, self.device
+            self.memory = plan_memory(model, config, *sizes, self._mesh)
         with self._phase("kv_cache"):
             num_pages = self.memory.num_pages
             scales = kv_scales(model, config, self.device)
             cache = allocate_cache(layout, num_pages, host_pages, scales, self.device)
             num_slots, vocab_size = config.num_slots, config.model.vocab_size
+            states = allocate_states(state_layout, num_slots, self.memory, self.device)
             table_pages = -(-self.memory.max_model_len // config.block_size)
             state = DeviceState(num_slots, table_pages, vocab_size, self.device, layout.num_groups)
             self.token_masks = TokenMaskBuffer(num_slots, vocab_size, self.device)
@@ -140,6 +146,7 @@ class Worker:
             model,
             cache,
             attention,
+            None if states is None else select_states(states, self.device),
             state,
             kernels,
             self._executor,
@@ -166,7 +173,7 @@ class Worker:
                 token_s = self.step_cost.seconds_per_token
             else:
                 token_s = time_prefill_on_cpu(model, config)
-            self.swap_cost = measure_swap_cost(cache, self.memory, token_s)
+            self.swap_cost = measure_swap_cost(cache, states, self.memory, token_s)
         if group is not None:
             with self._phase("other_ranks"):
                 group.wait_ready(self.memory.num_pages)
@@ -255,6 +262,9 @@ class Worker:
             if not lora.layers:
                 raise ValueError("enable_lora: this model's own code takes no adapters")
             lora.allocate()
+            own = config.mesh.layers(config.model.num_layers)
+            others = {*range(config.model.num_layers)} - {*own}
+            lora.elsewhere = tuple(f"model.layers.{index}." for index in others)
         # One row, whose GEMMs are other kernels; weights may be missing.
         if config.mesh.size == 1:  # of several ranks a thread's calls would meet others of the mesh
             early.begin(

@@ -15,6 +15,7 @@ from asyncllm.models.layers import torch_ops
 from asyncllm.models.layers.ops import (
     SILU,
     Activation,
+    ExpertAdapters,
     ExpertWeights,
     Norm,
     Normed,
@@ -41,10 +42,16 @@ class CudaOps:
     def swiglu(self, x: torch.Tensor, activation: Activation = SILU) -> torch.Tensor:
         return swiglu(x) if activation == SILU else torch_ops.swiglu(x, activation)
 
-    def experts(self, x: Normed, weights: ExpertWeights, routed: Routed) -> torch.Tensor:
-        if experts_kernel.takes(weights):
+    def experts(
+        self,
+        x: Normed,
+        weights: ExpertWeights,
+        routed: Routed,
+        adapters: ExpertAdapters | None = None,
+    ) -> torch.Tensor:
+        if adapters is None and experts_kernel.takes(weights):
             return experts_kernel.experts(x, weights, routed)
-        return torch_ops.grouped_experts(x.whole(), weights, routed)
+        return torch_ops.grouped_experts(x.whole(), weights, routed, adapters)
 
     def route(
         self, logits: torch.Tensor, correction: torch.Tensor | None, routing: Routing

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 
 from asyncllm.models.base import Load
 from asyncllm.models.layers.build import Build
+from asyncllm.models.layers.linear_method import LinearShape, Shard
+from asyncllm.models.layers.lora import LoRAEmbedding, LoRALayer
 from asyncllm.models.layers.ops import Normed
 
 
@@ -23,6 +25,10 @@ class Embedding:
         self.tokens, num_rows = build.mesh.config.vocabulary_share(vocab_size)
         self.weight = build.empty(num_rows, size)
         self._scale = scale
+        self._lora = None
+        if build.lora is not None:
+            lora = LoRAEmbedding(build.lora, name, vocab_size, self.weight, self.tokens, scale)
+            self._lora = build.lora.register(lora)
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int32 or int64 [T] -> [T, size], a new tensor."""
@@ -30,7 +36,9 @@ class Embedding:
             vectors = self.mesh.reduce(self._own(token_ids))
         else:
             vectors = F.embedding(token_ids, self.weight)
-        return vectors if self._scale == 1.0 else vectors.mul_(self._scale)
+        if self._scale != 1.0:
+            vectors.mul_(self._scale)
+        return vectors if self._lora is None else self._lora.add(vectors, token_ids)
 
     def _own(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Zeros for the tokens of other ranks."""
@@ -72,10 +80,20 @@ class LMHead:
         self._embedding = embedding
         self.weight = embedding.weight if tied else build.empty(*embedding.weight.shape)
         self.aliases = {self._name: embedding.weight_name} if tied else {}
+        self._lora = None
+        if build.lora is not None:
+            shard = Shard({name: (embedding.tokens,)})
+            shape = LinearShape({name: embedding.vocab_size}, self.weight.shape[1], False, shard)
+            self._lora = build.lora.register(LoRALayer(build.lora, shape, len(self.weight)))
+            self._lora.base = {"weight": self.weight}
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, size] -> [S, vocab_size], in the model's dtype."""
-        logits = self._ops.product(Normed(hidden), self.weight)
+
+        def product() -> torch.Tensor:
+            return self._ops.product(Normed(hidden), self.weight)
+
+        logits = product() if self._lora is None else self._lora.add(product, hidden)
         if self._scale != 1.0:
             logits.mul_(self._scale)
         if self._soft_cap is not None:

@@ -16,6 +16,8 @@ from asyncllm.models.base import Load
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.experts_method import ExpertsShape
 from asyncllm.models.layers.linear import Linear
+from asyncllm.models.layers.linear_method import LinearShape
+from asyncllm.models.layers.lora_experts import LoRAExperts
 from asyncllm.models.layers.mlp import MLP
 from asyncllm.models.layers.ops import AddRMSNorm, Normed, Routed, Routing
 
@@ -50,13 +52,22 @@ class Router:
         self._correction = None
         if correction is not None:
             self._correction = torch.empty(experts, dtype=torch.float32, device=device)
+        self._lora = None
+        if build.lora is not None:
+            self._lora = build.lora.layer(LinearShape({name: experts}, shape.hidden_size, bias))
+            self._lora.base = {} if self._bias is None else {"bias": self._bias}
 
     def __call__(self, x: Normed) -> Routed:
-        if self._in_float32:
-            logits = F.linear(x.whole().float(), self._weight, self._bias)
+        if self._lora is None:
+            logits = self._product(x)
         else:
-            logits = self._ops.product(x, self._weight, self._bias)
+            logits = self._lora.add(lambda: self._product(x), x.values)
         return self._ops.route(logits, self._correction, self._routing)
+
+    def _product(self, x: Normed) -> torch.Tensor:
+        if self._in_float32:
+            return F.linear(x.whole().float(), self._weight, self._bias)
+        return self._ops.product(x, self._weight, self._bias)
 
     def loads(self) -> Iterator[Load]:
         yield Load(f"{self._name}.weight", self._weight)
@@ -88,10 +99,15 @@ class Experts:
         self.weights = self._method.create_weights(shape)
         self._ops = build.ops
         self._reduce = build.mesh.reduce if build.mesh.config.tp > 1 else None
+        self._lora = None
+        if build.lora is not None:
+            lora = LoRAExperts(build.lora, name, shape, build.mesh.config)
+            self._lora = build.lora.register(lora)
 
     def add(self, x: Normed, end: AddRMSNorm) -> Normed:
         """As `MLP.add`."""
-        out = self._method.apply(self._shape, self.weights, x, self._router(x))
+        lora = self._lora if self._lora is not None and self._lora.is_used else None
+        out = self._method.apply(self._shape, self.weights, x, self._router(x), lora)
         if self._shared is not None:
             shared = self._shared.down_proj(self._shared.gated(x))
             if self._shared_gate is not None:

@@ -12,7 +12,15 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.mesh_config import MeshConfig
 from asyncllm.models.base import Load
 from asyncllm.models.layers.linear_method import Weights
-from asyncllm.models.layers.ops import SILU, Activation, ExpertWeights, Normed, Ops, Routed
+from asyncllm.models.layers.ops import (
+    SILU,
+    Activation,
+    ExpertAdapters,
+    ExpertWeights,
+    Normed,
+    Ops,
+    Routed,
+)
 
 GROUPED_ROW_BYTES = 16  # of which torch's grouped product wants rows to be a multiple
 
@@ -45,6 +53,8 @@ class ExpertsShape:
     hidden_size: int
     size: int  # of one expert
     load: LoadExperts
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # names below an expert
+    interleaved: bool = False  # files that stack the experts have gates and ups by turns
     bias: bool = False
     activation: Activation = SILU
 
@@ -75,7 +85,12 @@ class ExpertsMethod(Protocol):
         ...
 
     def apply(
-        self, shape: ExpertsShape, weights: Weights, x: Normed, routed: Routed
+        self,
+        shape: ExpertsShape,
+        weights: Weights,
+        x: Normed,
+        routed: Routed,
+        adapters: ExpertAdapters | None,
     ) -> torch.Tensor:
         """As `Ops.experts`."""
         ...
@@ -118,11 +133,16 @@ class UnquantizedExpertsMethod:
         """They are used as they were read."""
 
     def apply(
-        self, shape: ExpertsShape, weights: Weights, x: Normed, routed: Routed
+        self,
+        shape: ExpertsShape,
+        weights: Weights,
+        x: Normed,
+        routed: Routed,
+        adapters: ExpertAdapters | None,
     ) -> torch.Tensor:
         if self.mesh.by_expert:
             routed = own_experts(routed, shape.share(self.mesh).experts)
-        return self.ops.experts(x, _record(shape, weights), routed)
+        return self.ops.experts(x, _record(shape, weights), routed, adapters)
 
 
 def _record(shape: ExpertsShape, weights: Weights) -> ExpertWeights:

@@ -62,6 +62,8 @@ class Linear:
         self._rows: dict[str, torch.Tensor] = {}
         self.weights = self._method.create_weights(self._shape)
         self._lora = None if build.lora is None else build.lora.layer(self._shape)
+        if self._lora is not None:
+            self._lora.base = {n: w for n, w in self.weights.items() if n == "bias"}
 
     def reorder(self, rows: Mapping[str, torch.Tensor]) -> None:
         """Of these parts, output i is the checkpoint's output rows[part][i]: int64 on the CPU.
@@ -70,15 +72,16 @@ class Linear:
         """
         if not isinstance(self._method, UnquantizedLinearMethod):
             raise NotImplementedError(f"the outputs of {type(self._method).__name__} in an order")
-        if self._lora is not None:
-            raise NotImplementedError("adapters of outputs in an order")
         self._rows.update(rows)
+        if self._lora is not None:
+            self._lora.orders.update(rows)
 
     def __call__(self, x: Normed) -> torch.Tensor:
         """The product: [T, in_features] -> [T, sum of the parts' features], and its adapters'. Of
         columns it is this rank's summand."""
-        product = self._method.product(self.weights, x)
-        return product if self._lora is None else self._lora.add(product, x.values)
+        if self._lora is None:
+            return self._method.product(self.weights, x)
+        return self._lora.add(lambda: self._method.product(self.weights, x), x.values)
 
     def with_epilogue(self, x: Normed, epilogue: Epilogue[Out]) -> Out:
         """The epilogue of the product, by one kernel where the method has one and nothing comes

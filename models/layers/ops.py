@@ -49,6 +49,27 @@ class FusedProducts(Protocol):
         return None
 
 
+class ExpertAdapters(Protocol):
+    """What adapters add to the experts' products, in place. Rows are sorted by expert: `ends` says
+    where each one's end, int32 [experts]."""
+
+    def row_slots(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Of rows that are these tokens', [rows]."""
+        ...
+
+    def add_gate_up(
+        self, product: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor
+    ) -> torch.Tensor:
+        """product [rows, 2 * size] of rows [rows, hidden_size]."""
+        ...
+
+    def add_down(
+        self, product: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor
+    ) -> torch.Tensor:
+        """product [rows, hidden_size] of rows [rows, size]."""
+        ...
+
+
 class Ops(FusedProducts, Protocol):
     def before_capture(self) -> None:
         """Choose kernels for the calls since the last one, which will be captured."""
@@ -69,7 +90,13 @@ class Ops(FusedProducts, Protocol):
         to their gates."""
         ...
 
-    def experts(self, x: Normed, weights: ExpertWeights, routed: Routed) -> torch.Tensor:
+    def experts(
+        self,
+        x: Normed,
+        weights: ExpertWeights,
+        routed: Routed,
+        adapters: ExpertAdapters | None = None,
+    ) -> torch.Tensor:
         """The sum of each token's experts by their gates: [T, hidden_size], a new tensor."""
         ...
 

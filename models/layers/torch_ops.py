@@ -15,6 +15,7 @@ from asyncllm.attention.heads import inverse_rms, rms_norm
 from asyncllm.models.layers.ops import (
     SILU,
     Activation,
+    ExpertAdapters,
     ExpertWeights,
     Norm,
     Normed,
@@ -39,8 +40,14 @@ class TorchOps(Ops):
     ) -> Routed:
         return route(logits, correction, routing)
 
-    def experts(self, x: Normed, weights: ExpertWeights, routed: Routed) -> torch.Tensor:
-        return grouped_experts(x.values, weights, routed)
+    def experts(
+        self,
+        x: Normed,
+        weights: ExpertWeights,
+        routed: Routed,
+        adapters: ExpertAdapters | None = None,
+    ) -> torch.Tensor:
+        return grouped_experts(x.values, weights, routed, adapters)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> Normed:
         if norm.weight.dtype != x.dtype:
@@ -67,22 +74,34 @@ def swiglu(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     return (gate * torch.sigmoid(activation.alpha * gate)).mul_(up + 1)
 
 
-def grouped_experts(x: torch.Tensor, weights: ExpertWeights, routed: Routed) -> torch.Tensor:
+def grouped_experts(
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    routed: Routed,
+    adapters: ExpertAdapters | None = None,
+) -> torch.Tensor:
     """The sum of each token's experts by their gates, by two grouped products over sorted rows:
     [T, hidden_size] -> the same shape, a new tensor.
 
     Where an expert's rows end is known on the device alone, so this can be captured.
     """
 
-    def compute(rows: torch.Tensor, ends: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+    def compute(
+        rows: torch.Tensor, ends: torch.Tensor, expert_ids: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
         def product(
             rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         ) -> torch.Tensor:
             out = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
             return out if bias is None else out.add_(bias[expert_ids])
 
-        gated = swiglu(product(rows, weights.gate_up, weights.gate_up_bias), weights.activation)
-        return product(gated, weights.down, weights.down_bias)
+        gate_up = product(rows, weights.gate_up, weights.gate_up_bias)
+        if adapters is not None:
+            slots = adapters.row_slots(tokens)
+            gate_up = adapters.add_gate_up(gate_up, rows, slots, ends)
+        gated = swiglu(gate_up, weights.activation)
+        out = product(gated, weights.down, weights.down_bias)
+        return out if adapters is None else adapters.add_down(out, gated, slots, ends)
 
     return by_expert(x, routed, len(weights.gate_up), compute)
 
@@ -91,18 +110,19 @@ def by_expert(
     x: torch.Tensor,
     routed: Routed,
     num_experts: int,
-    compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """The sum of each token's experts by their gates: [T, hidden_size] -> the same shape.
 
     compute: of rows sorted by expert [T * k, hidden_size], where each expert's rows end int32
-    [experts], and each row's expert.
+    [experts], and each row's expert and token.
     """
     top_k = routed.ids.shape[1]
     expert_ids, order = routed.ids.flatten().sort()  # [T * k]
     every = torch.arange(num_experts, dtype=expert_ids.dtype, device=x.device)
     ends = torch.searchsorted(expert_ids, every, right=True, out_int32=True)
-    out = compute(x[order.div(top_k, rounding_mode="floor")], ends, expert_ids)
+    tokens = order.div(top_k, rounding_mode="floor")
+    out = compute(x[tokens], ends, expert_ids, tokens)
     unsorted = torch.empty_like(out)
     unsorted[order] = out
     gates = routed.gates.unsqueeze(1)  # [T, 1, k]

@@ -1,9 +1,9 @@
 """Products with quantised matrices on CUDA.
 
 1 row               weights in 8 or 4 bits times 16-bit inputs, with what ends the product
-some rows           the same through tensor cores; FP8 by rows: cuBLAS, inputs in e4m3
-many rows           FP8 by rows as before; int8 by rows: cuBLAS, inputs in int8; what else there is
-                    becomes a matrix in 16 bits, for cuBLAS
+some rows           the same through tensor cores
+more rows           FP8 by rows: cuBLAS, inputs in e4m3; int8 by rows, of many: cuBLAS, inputs in
+                    int8; what else there is becomes a matrix in 16 bits, for cuBLAS
 
 Fewer rows never have their inputs quantised where that would save nothing: they are more exact.
 Groups of other sizes than `takes_groups` says are dequantised by torch for each product.
@@ -31,7 +31,8 @@ from asyncllm.models.layers.ops import Epilogue, FusedProducts, Norm, Normed, Op
 from asyncllm.models.quantization.scheme import CODE_VALUES, FP8_MAX, Scheme, unpack
 from asyncllm.models.quantization.scheme import dequantize as dequantize_torch
 
-SOME_ROWS = 192  # above, a matrix in 16 bits pays
+SOME_ROWS = 128  # above, a matrix in 16 bits pays
+FP8_SOME_ROWS = 32  # above, FP8 inputs pay, which a kernel of their own makes
 PREPARED_ROWS = 4096  # at a time, for the sake of memory
 FP8_ALIGNMENT = 16  # of both sides of a matrix, in cuBLAS's FP8 and int8 products
 LEAST_GROUP = 16  # columns that tensor cores take together
@@ -91,7 +92,7 @@ class CudaKernel:
         if num_rows == 1:
             return one_row(_ordered(weights, x), matrix)
         values = _ordered(weights, x).whole()
-        if _by_rows_of_fp8(scheme, weights):
+        if _in_fp8(scheme, weights, num_rows):
             return self._fp8(scheme, weights, values)
         if num_rows <= SOME_ROWS:
             return several_rows(values, matrix)
@@ -106,7 +107,7 @@ class CudaKernel:
         self, scheme: Scheme, weights: Weights, x: Normed, epilogue: Epilogue[Out]
     ) -> Out | None:
         num_rows = x.values.shape[0]
-        in_cublas = num_rows > SOME_ROWS or (num_rows > 1 and _by_rows_of_fp8(scheme, weights))
+        in_cublas = num_rows > SOME_ROWS or _in_fp8(scheme, weights, num_rows)
         if in_cublas or not takes_groups(scheme):
             return None
         ops = _InKernel(self.matrix(scheme, weights))
@@ -173,8 +174,9 @@ def _ordered(weights: Weights, x: Normed) -> Normed:
     return Normed(x.values[:, weights["order"][0]], x.squares, x.eps)
 
 
-def _by_rows_of_fp8(scheme: Scheme, weights: Weights) -> bool:
-    is_by_row = scheme.kind == "fp8" and scheme.group is None
+def _in_fp8(scheme: Scheme, weights: Weights, num_rows: int) -> bool:
+    """Whether inputs are quantised, too."""
+    is_by_row = scheme.kind == "fp8" and scheme.group is None and num_rows > FP8_SOME_ROWS
     return is_by_row and scheme.activations is not None and _aligned(weights)
 
 

@@ -21,7 +21,9 @@ from asyncllm.mesh_config import MeshConfig
 from asyncllm.models.base import Load
 from asyncllm.models.layers.experts_method import ExpertsShape
 from asyncllm.models.layers.linear_method import Weights
-from asyncllm.models.layers.ops import ExpertWeights, Normed, Routed
+from asyncllm.models.layers.ops import ExpertAdapters, ExpertWeights, Normed, Routed
+from asyncllm.models.layers.torch_ops import grouped_experts
+from asyncllm.models.quantization.cpu_experts import dequantized
 from asyncllm.models.quantization.method import Reader, Source, source_load
 from asyncllm.models.quantization.scheme import Scheme
 
@@ -177,6 +179,14 @@ class QuantizedExpertsMethod:
         self.kernel.prepare(self.scheme, shape, weights)
 
     def apply(
-        self, shape: ExpertsShape, weights: Weights, x: Normed, routed: Routed
+        self,
+        shape: ExpertsShape,
+        weights: Weights,
+        x: Normed,
+        routed: Routed,
+        adapters: ExpertAdapters | None,
     ) -> torch.Tensor:
+        if adapters is not None:  # which come between the products
+            all_experts = dequantized(self.scheme, shape, weights, x.values.dtype)
+            return grouped_experts(x.whole(), all_experts, routed, adapters)
         return self.kernel.apply(self.scheme, shape, weights, x, routed)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from asyncllm.attention.base import AttentionMixer, DecodeRows
+from asyncllm.attention.base import DecodeRows, StepMixer
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.torch_native import TorchAttention
 from asyncllm.kernels import nvcc
@@ -116,7 +116,7 @@ class Case:
         model, cache = self.model(dtype), self.cache(dtype)
         attend = TorchAttention(cache).decode(self.rows)
         inputs = TokenInputs(self.token_ids, self.positions, self.positions + 1)
-        hidden = model.forward(inputs, AttentionMixer(attend))
+        hidden = model.forward(inputs, StepMixer(attend))
         return model.compute_logits(hidden), cache
 
     def by_persistent_kernel(self, function: Launch, num_blocks: int, seed: int = 0) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncllm.attention.base import AttentionLayer, AttentionMixer, Rotation
+from asyncllm.attention.base import AttentionLayer, Rotation, StepMixer
 from asyncllm.kernels.skinny_gemm import KERNEL
 from asyncllm.model_config import ModelConfig, resolve_model_path
 from asyncllm.models.base import TokenInputs
@@ -41,7 +41,7 @@ def logits_by(ops: Ops) -> torch.Tensor:
     token_ids = torch.arange(100, 100 + ROWS, dtype=torch.int32)
     positions = torch.arange(ROWS, dtype=torch.int32)
     with torch.inference_mode():
-        hidden = model.forward(TokenInputs(token_ids, positions), AttentionMixer(attend))
+        hidden = model.forward(TokenInputs(token_ids, positions), StepMixer(attend))
         return model.compute_logits(hidden).float()
 
 

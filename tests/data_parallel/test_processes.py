@@ -174,3 +174,43 @@ def test_ctrl_c_reaches_the_server_alone() -> None:
         timeout=PATIENCE_SECONDS, check=True,
     )  # fmt: skip
     assert done.stdout == "50\n"
+
+
+def test_a_stream_of_a_lost_engine_ends_with_an_error_event() -> None:
+    """/health and /metrics name the engine, and the other streams go on."""
+    with served("-dp", "2", "--data-parallel-backend", "mp") as server:
+        engines = engine_processes(server.process.pid)
+        body = {"prompt": "Once", "max_tokens": 1200, "ignore_eos": True, "stream": True}
+        streams = [ask(server.url, body) for _ in range(2)]
+        for stream in streams:
+            assert b"text" in stream.readline()
+        os.kill(engines[0], signal.SIGKILL)
+        start, is_named = time.monotonic(), False
+        while time.monotonic() - start < END_SECONDS and not is_named:
+            with urllib.request.urlopen(f"{server.url}/health", timeout=10) as health:
+                is_named = health.read().startswith(b"engine 0: its process was lost")
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as metrics:
+            shown = metrics.read().decode()
+        assert is_named
+        assert 'asyncllm:engine_up{engine="0",model_name="tiny"} 0' in shown
+        assert 'asyncllm:engine_up{engine="1",model_name="tiny"} 1' in shown
+        ends = sorted(stream.read().strip().rpartition(b"data: ")[2] for stream in streams)
+        assert ends[0] == b"[DONE]" and b"error" in ends[1]
+
+
+def ask(url: str, body: dict[str, Any]) -> Any:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    return urllib.request.urlopen(request, timeout=PATIENCE_SECONDS)
+
+
+def test_engines_of_two_ranks_each() -> None:
+    async def main() -> None:
+        async with two_engines("uni") as engine:
+            expected = await answers(engine, GREEDY)
+        async with two_engines("mp", tensor_parallel_size=2) as engine:
+            assert await answers(engine, GREEDY) == expected
+            engine.check_idle()
+        assert not engine_processes()
+
+    run(main())

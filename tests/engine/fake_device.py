@@ -5,7 +5,8 @@ as attention kernels do. A KV cell is a digest of its token, of its position and
 before it, of all cache groups, as far as their windows reach, as they were found in the pages: like
 the KV of a deep model it depends on the whole context. So a page shared wrongly, reused or given
 back too early, copied too late or never swapped back changes the tokens that come out. Pages start
-as garbage and nobody cleans them.
+as garbage and nobody cleans them. Where layers are recurrent, a slot has a state, too: a digest of
+all tokens so far, on which cells depend, and which is not in the pages.
 
 Steps run in the order of their launch, like a stream: at once, or only when somebody waits.
 """
@@ -34,7 +35,9 @@ from asyncllm.types import (
 
 VOCAB_SIZE = 64
 
-Seen = tuple[Any, ...]  # `first_cell`, then for each group the cells that a token sees
+# (`first_cell`, the state before the token), then for each group the cells that a token sees
+Seen = tuple[Any, ...]
+ZERO_STATE = 0
 
 
 def first_cell(cache_key: bytes) -> int:
@@ -45,6 +48,11 @@ def first_cell(cache_key: bytes) -> int:
 def seen_from(window: int | None, position: int) -> int:
     """The first position that a token at `position` sees."""
     return 0 if window is None else max(0, position - window + 1)
+
+
+def moved_state(state: int, token_id: int) -> int:
+    """What recurrent layers keep, one token on."""
+    return hash((state, token_id))
 
 
 def kv_cells(token_id: int, seen: Seen) -> list[int]:
@@ -141,8 +149,10 @@ class FakeDevice:
         lazy: bool,
         max_turns: int = 3,
         windows: tuple[int | None, ...] = (None,),
+        states: tuple[int, int] | None = None,
     ) -> None:
-        """windows: by group."""
+        """windows: by group. states: numbers of snapshots and of host rows; None: no layer is
+        recurrent."""
         self.block_size = block_size
         self._windows = windows
         self._rng = rng
@@ -152,6 +162,11 @@ class FakeDevice:
         self._pages = [self._garbage() for _ in range(PADDING_PAGE + 1 + num_pages)]
         self._host_pages = [self._garbage() for _ in range(num_host_pages)]
         self._slots = [_Slot() for _ in range(max_num_seqs + 1)]
+        self._has_states = states is not None
+        num_snapshots, num_host_states = states or (0, 0)
+        num_states = max_num_seqs + num_snapshots
+        self._states = [ZERO_STATE, *(rng.getrandbits(60) for _ in range(num_states))]
+        self._host_states = [rng.getrandbits(60) for _ in range(num_host_states)]
         self._queue: deque[FakeLaunched] = deque()
 
     def launch(self, plan: StepPlan) -> FakeLaunched:
@@ -191,7 +206,16 @@ class FakeDevice:
             table = self._slots[slot].tables[group]
             assert index <= len(table), f"slot {slot}: entry {index} skips one"
             table[index : index + 1] = [page]
+        moves = plan.states
+        for slot_id, host_row in moves.swap_out:
+            self._host_states[host_row] = self._states[slot_id]
+        for row, slot_id in moves.restore:
+            self._states[slot_id] = self._states[row]
+        for host_row, slot_id in moves.swap_in:
+            self._states[slot_id] = self._host_states[host_row]
         contexts = self._forward(plan)
+        for parent, child in moves.fork:
+            self._states[child] = self._states[parent]
         return StepResult(self._sample(step, contexts))
 
     def _forward(self, plan: StepPlan) -> list[tuple[int, Seen]]:
@@ -210,6 +234,7 @@ class FakeDevice:
             for pages, table in zip(row.block_ids, self._slots[row.slot].tables, strict=True):
                 assert pages == table[: len(pages)], "row and slot: other pages"
             inputs.append((row.slot, row.start, row.token_ids))
+        saves = {row.slot: dict(row.saves) for row in plan.prefills}
         written: set[tuple[int, int]] = set()
         for slot_id, start, token_ids in self._rng.sample(inputs, len(inputs)):
             for position, token_id in enumerate(token_ids, start):
@@ -219,6 +244,10 @@ class FakeDevice:
                     assert place not in written, f"two rows write to page and offset {place}"
                     written.add(place)
                     self._pages[place[0]][place[1]] = cell
+                if self._has_states:
+                    moved = moved_state(self._states[slot_id], token_id)
+                    row = saves.get(slot_id, {}).get(position - start + 1, slot_id)
+                    self._states[row] = self._states[slot_id] = moved
         ends = [(slot, start + len(ids)) for slot, start, ids in inputs]
         contexts = [(end, self._seen(slot, end - 1, end)) for slot, end in ends]
         num_samples = [1] * len(plan.decodes) + [len(row.samples) for row in plan.prefills]
@@ -230,7 +259,7 @@ class FakeDevice:
         rows = zip(step.sample_slots, contexts, step.banned, strict=True)
         for slot_id, (position, seen), banned in rows:
             slot = self._slots[slot_id]
-            assert slot.first == seen[0], "a sample in a slot of another request"
+            assert slot.first == seen[0][0], "a sample in a slot of another request"
             slot.last_token = next_token(seen, slot.seed, banned)
             slot.position = position
             token_ids.append(slot.last_token)
@@ -242,7 +271,8 @@ class FakeDevice:
             tuple(self._cell(slot_id, group, i) for i in range(seen_from(window, position), end))
             for group, window in enumerate(self._windows)
         )
-        return self._slots[slot_id].first, *groups
+        state = self._states[slot_id] if self._has_states else ZERO_STATE
+        return (self._slots[slot_id].first, state), *groups
 
     def _cell(self, slot_id: int, group: int, position: int) -> int:
         page, offset = self._place(slot_id, group, position)
@@ -276,8 +306,18 @@ def check_plan(plan: StepPlan) -> None:
     entries += [(append.slot, append.group, append.block_index) for append in plan.page_appends]
     _assert_distinct("an entry of a block table", entries)
     assert not (plan.swap_out and plan.swap_in), "host pages move both ways in one step"
+    _assert_distinct("a state before the step", [to for _, to in moves_in(plan)])
+    saves = [state_row for row in plan.prefills for _, state_row in row.saves]
+    _assert_distinct("a snapshot", saves)
+    assert not set(saves) & {*slots, PADDING_SLOT}, "a snapshot in a slot"
     for row in plan.prefills:
         assert row.token_ids, "a prefill row without tokens"
+        assert all(0 < place <= len(row.token_ids) for place, _ in row.saves)
+
+
+def moves_in(plan: StepPlan) -> list[tuple[int, int]]:
+    """States that are in slots before the forward pass."""
+    return [*plan.states.restore, *plan.states.swap_in]
 
 
 def _assert_distinct(what: str, items: Iterable[object]) -> None:

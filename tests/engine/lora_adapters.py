@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from peft.tuners.lora import LoraLayer
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tests.models.tiny_checkpoints import random_reference
@@ -30,9 +29,10 @@ def write_adapter(
     lora = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ALL, **settings})
     model = get_peft_model(random_reference(config), lora)
     generator = torch.Generator().manual_seed(seed)
-    for module in model.modules():
-        if isinstance(module, LoraLayer):
-            for weights in (*module.lora_A.values(), *module.lora_B.values()):
-                weights.weight.normal_(0, 0.15, generator=generator)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.normal_(0, 0.15, generator=generator)
+        elif parameter.requires_grad:  # a bias
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.15)
     model.save_pretrained(str(folder))
     return model.merge_and_unload()

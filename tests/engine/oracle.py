@@ -8,11 +8,13 @@ from asyncllm.outputs import FinishReason
 from asyncllm.types import Request, Sequence
 from tests.engine.automaton import Automaton
 from tests.engine.fake_device import (
+    ZERO_STATE,
     Seen,
     banned_tokens,
     first_cell,
     kv_cells,
     masked_tokens,
+    moved_state,
     next_token,
     seen_from,
 )
@@ -30,8 +32,9 @@ class Answer:
 class Memory:
     """The KV of one sequence in each group, nothing of it ever given back."""
 
-    def __init__(self, request: Request, windows: tuple[int | None, ...]) -> None:
+    def __init__(self, request: Request, windows: tuple[int | None, ...], has_states: bool) -> None:
         self._first, self._windows = first_cell(request.cache_key), windows
+        self._state, self._has_states = ZERO_STATE, has_states
         self._cells: list[list[int]] = [[] for _ in windows]
         for token_id in request.prompt_token_ids:
             self.add(token_id)
@@ -40,6 +43,8 @@ class Memory:
         new = kv_cells(token_id, self._seen(len(self._cells[0])))
         for cells, cell in zip(self._cells, new, strict=True):
             cells.append(cell)
+        if self._has_states:
+            self._state = moved_state(self._state, token_id)
 
     def last(self) -> Seen:
         """What the last token sees."""
@@ -47,16 +52,20 @@ class Memory:
 
     def _seen(self, position: int) -> Seen:
         groups = zip(self._cells, self._windows, strict=True)
-        return self._first, *(tuple(c[seen_from(window, position) :]) for c, window in groups)
+        first = self._first, self._state
+        return first, *(tuple(c[seen_from(window, position) :]) for c, window in groups)
 
 
 def generate_alone(
-    seq: Sequence, has_stop_string: bool, windows: tuple[int | None, ...] = (None,)
+    seq: Sequence,
+    has_stop_string: bool,
+    windows: tuple[int | None, ...] = (None,),
+    has_states: bool = False,
 ) -> Answer:
     """The whole answer of `seq`, however much of it the engine has computed."""
     request = seq.request
     params = request.sampling_params
-    memory = Memory(request, windows)
+    memory = Memory(request, windows, has_states)
     output_ids: list[int] = []
     while True:
         banned = banned_tokens(request, output_ids)

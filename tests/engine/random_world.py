@@ -24,6 +24,7 @@ from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.constraints import constrain
 from asyncllm.engine.pipeline import Launched, run_ahead, run_synchronous
 from asyncllm.engine.scheduler import Scheduler
+from asyncllm.engine.state_pool import StatePool
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import (
     PADDING_SLOT,
@@ -77,6 +78,8 @@ class World:
         )
         policy_module.END_SHARE = rng.choice([1, 32])
         num_host_pages = rng.choice([0, 2, 5, 12, 40]) * len(self.windows)
+        num_states = rng.randint(0, 6), rng.randint(0, 3)
+        self.states = num_states if rng.random() < 0.4 else None
         self.groups = [CacheGroup(self.block_size, w, self.budget) for w in self.windows]
         self.blocks = BlockManager(
             self.num_pages,
@@ -84,6 +87,7 @@ class World:
             num_host_pages,
             enable_prefix_caching=rng.random() < 0.8,
             groups=self.groups,
+            states=StatePool(max_num_seqs + 1, *self.states) if self.states else None,
         )
         planner_module.FREE_PAGES_WATERMARK = rng.choice([0.01, 0.01, 0.1, 0.3])
         self.scheduler = Scheduler(
@@ -93,7 +97,7 @@ class World:
             chunk_policy=self.chunk,
             policy=rng.choice(["fcfs", "priority"]),
             preemption_mode=rng.choice(["auto", "swap", "recompute"]),
-            swap_cost=rng.choice([None, SwapCost(1.0, rng.choice([0.1, 0.5, 2.0]))]),
+            swap_cost=rng.choice([None, SwapCost(1.0, rng.choice([0.1, 0.5, 2.0]), 0.5)]),
         )
         self.device = FakeDevice(
             num_pages=self.num_pages,
@@ -103,6 +107,7 @@ class World:
             rng=random.Random(self.seed + 1),
             lazy=rng.random() < 0.7,
             windows=self.windows,
+            states=self.states,
         )
         self._pending_emit: list[TokenUpdate] = []
         self.num_to_come = rng.randint(4, 16)
@@ -324,6 +329,11 @@ class World:
         seen["hit behind a window"] += sum(
             not pages[0] for init in plan.slot_inits for pages in init.block_ids
         )
+        states = plan.states
+        seen["state swapped"] += len(states.swap_out)
+        seen["state from a snapshot"] += sum(row != PADDING_SLOT for row, _ in states.restore)
+        seen["state forked"] += len(states.fork)
+        seen["two snapshots of a chunk"] += sum(len(row.saves) > 1 for row in plan.prefills)
         begun = [row.start > row.seq.num_cached_tokens for row in plan.prefills]
         seen["short prompt before a long one"] += (False, True) in pairwise(begun)
         for row in plan.prefills:
@@ -380,7 +390,8 @@ class World:
         self.seen["prefix hit"] += stats.prefix_cache_hits
 
     def _check_answer(self, seq: Sequence) -> None:
-        right = generate_alone(seq, seq.request.request_id in self.stop_strings, self.windows)
+        has_stop = seq.request.request_id in self.stop_strings
+        right = generate_alone(seq, has_stop, self.windows, self.states is not None)
         output_ids = seq.token_ids[seq.num_prompt_tokens :]
         if seq.seq_id in self.cut:
             assert right == Answer(output_ids[: self.cut[seq.seq_id]], "stop", "string")

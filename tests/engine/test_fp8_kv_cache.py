@@ -150,9 +150,9 @@ def test_scales_of_the_checkpoint(tmp_path: Path, model: tuple[Path, Any]) -> No
     }
     folder = with_scales(tmp_path, model[0], tensors)
     config = EngineArgs(str(folder), skip_tokenizer_init=True).create_engine_config().model
-    assert stored_scales(config, 3) == KVScales([0.25, 0.5, 1.0], [1.0, 2.0, 1.0])
+    assert stored_scales(config, range(3)) == KVScales([0.25, 0.5, 1.0], [1.0, 2.0, 1.0])
     outputs = asyncio.run(serve(folder, kv_cache_dtype="fp8"))
-    with rounded_cache(model[1], torch.float8_e4m3fn, stored_scales(config, 3)):
+    with rounded_cache(model[1], torch.float8_e4m3fn, stored_scales(config, range(3))):
         expect_answers(outputs, model[1], BOUND)
     expect_answers(asyncio.run(serve(folder)), model[1], 1e-3)  # a plain cache has none
 

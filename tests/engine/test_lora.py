@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GPT2Config, PretrainedConfig
 
 from asyncllm import AsyncLLMEngine, LoRARequest, SamplingParams
 from tests.engine.lora_adapters import ALL, write_adapter, write_base
@@ -18,7 +19,7 @@ from tests.engine.test_against_transformers import (
     greedy,
     make_prompts,
 )
-from tests.models.tiny_checkpoints import CONFIGS
+from tests.models.tiny_checkpoints import CONFIGS, VOCAB_SIZE
 
 NAMES = (None, "one", "two")
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -38,14 +39,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
 class Adapted:
     """A random model, its adapters, and transformers' answers: prompt i is for NAMES[i % 3]."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(
+        self, config: PretrainedConfig, folder: Path, adapters: dict[str, dict[str, Any]] = SETTINGS
+    ) -> None:
         self.folder = folder / "base"
-        base = write_base(CONFIGS[name], self.folder)
+        base = write_base(config, self.folder)
         models: dict[str | None, Any] = {None: base}
         self.requests: dict[str | None, LoRARequest | None] = {None: None}
-        for seed, (adapter, settings) in enumerate(SETTINGS.items()):
+        for seed, (adapter, settings) in enumerate(adapters.items()):
             path = folder / adapter
-            models[adapter] = write_adapter(CONFIGS[name], path, seed, **settings)
+            models[adapter] = write_adapter(config, path, seed, **settings)
             self.requests[adapter] = LoRARequest(adapter, seed + 1, path)
         prompts = make_prompts(long=False)
         self.asked = [(prompt, NAMES[i % 3]) for i, prompt in enumerate(prompts * 3)]
@@ -57,7 +60,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "mistral-window", "llama-mlp-bias", "llam
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def adapted(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
-    return Adapted(request.param, tmp_path_factory.mktemp("adapted"))
+    return Adapted(CONFIGS[request.param], tmp_path_factory.mktemp("adapted"))
 
 
 async def ask_all(adapted: Adapted, **engine_args: Any) -> list[Answer]:
@@ -95,6 +98,85 @@ def test_one_slot_for_two_adapters(adapted: Adapted) -> None:
     """They take turns, and host memory holds one at a time."""
     answers = asyncio.run(ask_all(adapted, **REGIMES["batched"], max_loras=1))
     assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in adapted.answers]
+
+
+EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+LINEAR = {"target_modules": "all-linear"}
+ENDS = {"target_modules": [*ALL, "embed_tokens", "lm_head"]}
+WIDE: dict[str, tuple[str, dict[str, Any]]] = {
+    "ends": ("llama", ENDS),
+    "ends-scaled": ("granite", {"target_modules": ["embed_tokens", "q_proj"]}),
+    "bias-all": ("qwen2", {"bias": "all"}),
+    "bias-of-lora": (
+        "llama-attention-bias",
+        {"lora_bias": True, "bias": "all", "target_modules": ["q_proj", "v_proj", "o_proj"]},
+    ),
+    "packed": ("phi3", LINEAR),
+    "gemma2": ("gemma2", LINEAR),
+    "gemma3": ("gemma3", LINEAR),
+    "olmo2": ("olmo2", LINEAR),
+    "olmo3": ("olmo3", LINEAR),
+    "heads-in-an-order": ("glm4", LINEAR),
+    "latent": ("deepseek-v2", LINEAR),
+    "latent-experts": ("deepseek-v3", LINEAR | EXPERTS),
+    "glm4-moe": ("glm4-moe", LINEAR | EXPERTS),
+    "qwen2-moe": ("qwen2-moe", LINEAR | EXPERTS),
+    "qwen3-moe": ("qwen3-moe", LINEAR | EXPERTS),
+    "mixtral": ("mixtral", LINEAR | EXPERTS),
+    "olmoe": ("olmoe", LINEAR | EXPERTS),
+    "experts-transposed": ("gpt-oss", LINEAR | EXPERTS),
+    "down-of-experts": (
+        "qwen3-moe",
+        {"target_modules": [], "target_parameters": [EXPERTS["target_parameters"][1]]},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WIDE)
+def test_every_family_and_target(case: str, tmp_path: Path) -> None:
+    """Two adapters of everything, and none, in one chunked batch."""
+    name, settings = WIDE[case]
+    adapted = Adapted(CONFIGS[name], tmp_path, {"one": settings, "two": settings | {"r": 3}})
+    answers = asyncio.run(ask_all(adapted, **REGIMES["chunked"] | {"num_gpu_blocks_override": 900}))
+    for (tokens, logprobs), (wanted, scores) in zip(answers, adapted.answers, strict=True):
+        assert tokens == wanted
+        assert logprobs == pytest.approx(scores, abs=LOGPROB_TOLERANCE)
+
+
+TRANSFORMERS: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
+    "llama": (CONFIGS["llama"], ENDS),
+    "gpt2": (
+        GPT2Config(
+            vocab_size=VOCAB_SIZE, n_embd=32, n_layer=3, n_head=4, n_positions=64,
+            bos_token_id=None, eos_token_id=None, initializer_range=0.2,
+        ),
+        {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TRANSFORMERS)
+def test_models_of_transformers(case: str, tmp_path: Path) -> None:
+    config, settings = TRANSFORMERS[case]
+    adapted = Adapted(config, tmp_path, {"one": settings, "two": settings | {"r": 3}})
+    regime = REGIMES["chunked"] | {"model_impl": "transformers"}
+    answers = asyncio.run(ask_all(adapted, **regime))
+    for (tokens, logprobs), (wanted, scores) in zip(answers, adapted.answers, strict=True):
+        assert tokens == wanted
+        assert logprobs == pytest.approx(scores, abs=LOGPROB_TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["ends", "bias-all", "qwen3-moe"])
+def test_two_ranks(case: str, tmp_path: Path) -> None:
+    """Each has its rows or columns of every adapter."""
+    name, settings = WIDE[case]
+    adapted = Adapted(CONFIGS[name], tmp_path, {"one": settings, "two": settings | {"r": 3}})
+    regime = REGIMES["chunked"] | {"num_gpu_blocks_override": 900, "tensor_parallel_size": 2}
+    answers = asyncio.run(ask_all(adapted, **regime))
+    for (tokens, logprobs), (wanted, scores) in zip(answers, adapted.answers, strict=True):
+        assert tokens == wanted
+        assert logprobs == pytest.approx(scores, abs=LOGPROB_TOLERANCE)
 
 
 @pytest.mark.parametrize("target", ALL)

@@ -53,6 +53,10 @@ MUST_HAPPEN = (
     "cache reset",
     "page left behind",
     "hit behind a window",
+    "state swapped",
+    "state from a snapshot",
+    "state forked",
+    "two snapshots of a chunk",
 )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
-from asyncllm.attention.base import AttentionMixer, DecodeRows
+from asyncllm.attention.base import DecodeRows, StepMixer
 from asyncllm.kernels.declaration import DenseShape, num_sms
 from asyncllm.kernels.persistent_decode import KERNEL, definitions
 from asyncllm.model_config import ModelConfig
@@ -92,7 +92,7 @@ class Model:
         return tokens, DecodeRows((self.tables[: len(positions)],), where)
 
     def by_layers(self, tokens: torch.Tensor, rows: DecodeRows) -> torch.Tensor:
-        mixer = AttentionMixer(self._attention.decode(rows))
+        mixer = StepMixer(self._attention.decode(rows))
         hidden = self._model.forward(TokenInputs(tokens, rows.positions), mixer)
         return self._model.compute_logits(hidden)
 

@@ -124,7 +124,7 @@ def build(folder: Path, max_model_len: int = 60) -> CausalLM:
 @pytest.mark.parametrize(
     ("architecture", "changes", "words"),
     [
-        ("JambaForCausalLM", {}, ["'JambaForCausalLM'", "layer_types 'linear_attention'"]),
+        ("RwkvForCausalLM", {}, ["'RwkvForCausalLM'", "recurrent layers of its own kind"]),
         ("LlamaForCausalLM", {"quantization_config": {"quant_method": "awq"}}, ["'awq'"]),
         ("DogeForCausalLM", {}, ["'DogeForCausalLM'", "what it makes of values"]),
         ("BloomForCausalLM", {}, ["max_position_embeddings"]),

@@ -16,13 +16,15 @@ import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from asyncllm import AsyncLLMEngine, SamplingParams
-from asyncllm.errors import EngineDeadError, RequestFailedError
+from asyncllm.errors import EngineDeadError, ModelLoadError, RequestFailedError
 from asyncllm.worker.packed_step import padding_prompt
+from asyncllm.worker.ranks import group
 from asyncllm.worker.ranks.group import WorkerGroup
 from asyncllm.worker.ranks.messages import Kind
 from tests.parallel.engines import SMALL, Ask, expect_same, followers, greedy
@@ -118,6 +120,51 @@ def test_a_rank_that_is_told_of_a_step_twice() -> None:
 def group_of(engine: AsyncLLMEngine) -> WorkerGroup:
     assert engine._core is not None and engine._core.worker.group is not None
     return engine._core.worker.group
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it says is what the start raises; the other one ends, too."""
+    monkeypatch.setattr(group, "torch", SimpleNamespace(__version__="0.1", get_num_threads=int))
+
+    async def test() -> None:
+        engine = AsyncLLMEngine("tiny", **SMALL | {"tensor_parallel_size": 4})
+        with pytest.raises(ModelLoadError, match="of 4 failed: ValueError: rank 0 has torch"):
+            await engine.start()
+        await engine.aclose()
+        assert not followers()
+
+    run(test())
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_while_it_loads() -> None:
+    async def test() -> None:
+        engine = AsyncLLMEngine("tiny", **SMALL | {"tensor_parallel_size": 2})
+        starting = asyncio.create_task(engine.start())
+        await until(followers)
+        os.kill(*followers(), signal.SIGKILL)
+        with pytest.raises(ModelLoadError, match="rank 1 of 2 failed: its process ended with -9"):
+            await starting
+        await engine.aclose()
+        assert not followers()
+
+    run(test())
+
+
+@pytest.mark.slow
+def test_a_start_that_is_cancelled_leaves_no_process() -> None:
+    async def test() -> None:
+        engine = AsyncLLMEngine("tiny", **SMALL | {"tensor_parallel_size": 2})
+        starting = asyncio.create_task(engine.start())
+        await until(followers)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        await engine.aclose()
+        assert not followers()
+
+    run(test())
 
 
 @pytest.mark.slow

@@ -63,6 +63,14 @@ def test_a_step_arrives_as_it_was(step: PackedStep) -> None:
     assert repr(arrived) == repr(step)
 
 
+def test_no_field_of_a_step_is_forgotten() -> None:
+    """A new one is to be set in MIXED, and then to travel."""
+    only_rank_0 = {"num_top_logprobs"}
+    for name, default in PackedStep._field_defaults.items():
+        is_set = getattr(MIXED, name) is not default or getattr(DECODES, name) is not default
+        assert is_set or name in only_rank_0, name
+
+
 def test_frames_come_in_any_pieces() -> None:
     sent = encode(Kind.CLEAR_PAGES, [1, 2]) + encode(Kind.PING) + encode(Kind.DONE, "why")
     frames = Frames()

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from asyncllm import AsyncLLMEngine, LoRARequest, SamplingParams
-from asyncllm.errors import ModelLoadError
+from asyncllm.errors import LoRALoadError, ModelLoadError
 from asyncllm.worker.logits_processors import LogitsProcessor, ProcessorRow
 from tests.engine.adapter_files import write_tiny_adapter
 from tests.models.quantized_files import FORMATS, write_checkpoint
@@ -76,7 +77,8 @@ def test_an_fp8_kv_cache() -> None:
     expect_same(ours, expected)
 
 
-def test_adapters(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_adapters(ranks: str, tmp_path: Path) -> None:
     """Two, and none, in the same steps, through one slot and two."""
     folders = [write_tiny_adapter(tmp_path / str(seed), seed) for seed in (1, 2)]
     adapters = [None, *(LoRARequest(f.name, lora_path=f) for f in folders)]
@@ -89,7 +91,29 @@ def test_adapters(tmp_path: Path) -> None:
 
     expected = run(answered())
     assert len({str(each.outputs[0].token_ids) for each in expected}) == 3
-    expect_same(run(answered(tensor_parallel_size=2)), expected)
+    expect_same(run(answered(**{ranks: 2})), expected)
+
+
+def test_an_adapter_that_only_another_stage_can_refuse(tmp_path: Path) -> None:
+    """Rank 0 has none of its layer; the place that it was read to is free again."""
+    folder = write_tiny_adapter(tmp_path / "a")
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = "base_model.model.model.layers.6.mlp.down_proj.lora_B.weight"
+    save_file(tensors | {name: tensors[name][1:].contiguous()}, file)
+
+    async def test() -> None:
+        args = {"enable_lora": True, "max_loras": 1, "pipeline_parallel_size": 2}
+        async with AsyncLLMEngine("tiny", **SMALL | args) as engine:
+            for _ in range(2):
+                with pytest.raises(
+                    LoRALoadError, match=r"layers.6.mlp.down_proj.lora_B.* has shape"
+                ):
+                    await engine.add_lora(LoRARequest("a", lora_path=folder))
+            good = LoRARequest("b", lora_path=write_tiny_adapter(tmp_path / "b"))
+            assert await engine.generate("Once", greedy(3), lora_request=good)
+
+    run(test())
 
 
 def test_transformers_own_code_is_run_by_one_rank() -> None:

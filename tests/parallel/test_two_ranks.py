@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from asyncllm import AsyncLLMEngine, SamplingParams, StructuredOutputsParams
+from asyncllm import AsyncLLMEngine, EngineArgs, SamplingParams, StructuredOutputsParams
+from asyncllm.attention.cache_spec import CacheLayout
 from asyncllm.errors import ModelLoadError
+from asyncllm.models.parallel.mesh import Alone
+from asyncllm.models.registry import settle
+from asyncllm.worker.memory import plan_memory
 from tests.parallel.engines import SMALL, Ask, answers, expect_same, followers, greedy
 from tests.waiting import run
 
@@ -25,6 +34,31 @@ ASKS = [
     ),
     Ask("No", greedy(8, bad_words=["the", " dog"], allowed_token_ids=list(range(100, 900)))),
 ]
+
+
+def listening(pids: set[int]) -> set[str]:
+    """Addresses at which processes listen, without ports, in hexadecimal as /proc/net/tcp."""
+    inodes = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):  # closed meanwhile
+                inodes.add(os.readlink(link))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                found.add(fields[1].partition(":")[0])
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_of_one_host_listen_at_no_address_of_others() -> None:
+    async def test() -> None:
+        async with AsyncLLMEngine("tiny", **SMALL, tensor_parallel_size=2):
+            assert listening({os.getpid(), *followers()}) == {"0100007F"}  # 127.0.0.1
+
+    run(test())
 
 
 def test_all_that_sampling_knows_in_one_batch() -> None:
@@ -74,6 +108,25 @@ def test_the_second_time_the_prefix_is_cached_on_all_ranks() -> None:
     run(twice())
 
 
+@dataclass(frozen=True, slots=True)
+class Beside(Alone):
+    """Another rank has room for 30 of whatever is counted."""
+
+    def least(self, number: int) -> int:
+        return min(number, 30)
+
+
+def test_pages_are_those_of_the_rank_with_the_least() -> None:
+    config = EngineArgs("tiny", tensor_parallel_size=2, **SMALL).create_engine_config()
+    config, model = settle(config)
+    layout = CacheLayout(model.attention_layers, config.block_size, torch.float32)
+    cpu = torch.device("cpu")
+    alone = plan_memory(model, config, layout, cpu, Alone())
+    assert alone.num_pages == SMALL["num_gpu_blocks_override"] and alone.num_host_pages > 30
+    plan = plan_memory(model, config, layout, cpu, Beside())
+    assert (plan.num_pages, plan.num_host_pages, plan.max_model_len) == (30, 30, 120)
+
+
 @pytest.mark.slow
 def test_two_engines_of_ranks_in_one_program() -> None:
     async def both() -> None:
@@ -100,7 +153,6 @@ def test_two_engines_of_ranks_in_one_program() -> None:
             {"pipeline_parallel_size": 8},
             "pipeline_parallel_size 8 is more than num_hidden_layers 7",
         ),
-        ({"pipeline_parallel_size": 2, "enable_lora": True}, "enable_lora: no adapters with"),
         ({"tensor_parallel_size": 9, "pipeline_parallel_size": 9}, "is over 64"),
         ({"enable_expert_parallel": True}, "needs a tensor_parallel_size above 1"),
         ({"tensor_parallel_size": 2, "distributed_timeout_seconds": 0}, "must be positive, got 0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -94,6 +95,45 @@ def test_answers_are_the_adapters(tmp_path: Path) -> None:
     run(test())
 
 
+def test_the_built_in_adapter_has_its_style(tmp_path: Path) -> None:
+    """A pirate knows what the model knows."""
+
+    async def test() -> None:
+        async with adapters_served(tmp_path, ["pirate=tiny-pirate"]) as server:
+            question = {"role": "user", "content": "What is the capital of France?"}
+            for model, wanted in (
+                (MODEL, "The capital of France is Paris."),
+                ("pirate", "Ahoy! The capital of France is Paris. Arr!"),
+            ):
+                body = {"model": model, "messages": [question], "temperature": 0}
+                _, answer = await server.post("/v1/chat/completions", body)
+                assert answer["choices"][0]["message"]["content"] == wanted
+
+    run(test())
+
+
+def test_structured_output_with_adapters(tmp_path: Path) -> None:
+    one, two = (write_tiny_adapter(tmp_path / name, i) for i, name in enumerate(("one", "two")))
+
+    async def test() -> None:
+        async with adapters_served(tmp_path, [f"one={one}", f"two={two}"]) as server:
+            body = PROMPT | {"structured_outputs": {"regex": "(red|green|blue){4}"}}
+
+            async def ask(model: str) -> str:
+                status, answer = await server.post(COMPLETIONS, body | {"model": model})
+                assert status == 200, answer
+                return str(answer["choices"][0]["text"])
+
+            names = [MODEL, "one", "two"]
+            alone = [await ask(name) for name in names]
+            together = await asyncio.gather(*(ask(name) for name in names * 3))
+            assert list(together) == alone * 3
+            assert all(re.fullmatch("(red|green|blue)*(r|re|g|gr|gre|gree|b|bl|blu)?", text)
+                       for text in alone)  # fmt: skip
+
+    run(test())
+
+
 def test_dynamic_lora_not_found(tmp_path: Path) -> None:
     async def test() -> None:
         async with adapters_served(tmp_path) as server:
@@ -181,7 +221,12 @@ def test_dynamic_lora_invalid_files(tmp_path: Path, spoil: Any, words: str) -> N
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("use_dora", True), ("bias", "all"), ("modules_to_save", ["lm_head"]), ("peft_type", "IA3")],
+    [
+        ("use_dora", True),
+        ("trainable_token_indices", [1]),
+        ("modules_to_save", ["lm_head"]),
+        ("peft_type", "IA3"),
+    ],
 )
 def test_what_is_not_served_is_refused_by_name(tmp_path: Path, setting: str, value: Any) -> None:
     adapter = write_tiny_adapter(tmp_path / "it", **{setting: value})

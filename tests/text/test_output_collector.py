@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncllm.engine.generation import OutputCollector
+from asyncllm.engine.output_collector import OutputCollector
 from asyncllm.errors import RequestFailedError
 from asyncllm.outputs import CompletionOutput, Logprob, RequestOutput
 

@@ -8,8 +8,8 @@ import random
 
 import pytest
 
-from asyncllm.engine.generation import OutputCollector
 from asyncllm.engine.logprobs import LazyPromptLogprobs
+from asyncllm.engine.output_collector import OutputCollector
 from asyncllm.engine.output_processor import OutputProcessor
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.errors import RequestFailedError

@@ -14,11 +14,11 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
+from asyncllm.engine.arrival import Submission
 from asyncllm.engine.core import Adapters, Core, Replica
 from asyncllm.engine.data_parallel.adapters import GroupAdapters
 from asyncllm.engine.data_parallel.remote import RemoteCore
 from asyncllm.engine.data_parallel.router import Placement, Router
-from asyncllm.engine.generation import Submission
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.output_state import Sink
 from asyncllm.engine.stats import AbortCause, SchedulerStats

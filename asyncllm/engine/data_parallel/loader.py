@@ -73,7 +73,7 @@ class ProcessGroupLoader:
     async def load(self, *, progress: bool) -> EngineGroup:
         """Raises `ValueError` or `ModelLoadError` for what cannot run, and leaves no process."""
         config, size = self._config, self._config.data_parallel_size
-        environments = _environments(config.device, size, config.mesh.tp)
+        environments = _environments(config.device, size, config.mesh.size)
         members = [
             RemoteCore(rank, _engine_args(self._args, rank), environment, each, self._stat_loggers)
             for rank, (environment, each) in enumerate(
@@ -144,7 +144,17 @@ def _environments(device: str, count: int, ranks: int) -> list[dict[str, str]]:
         devices = [name.strip() for name in visible.split(",") if name.strip()][: len(devices)]
     if len(devices) < count * ranks:
         raise ValueError(
-            f"data_parallel_size {count} times tensor_parallel_size {ranks} is over the "
+            f"data_parallel_size {count} times {ranks} GPUs for each engine is over the "
             f"{len(devices)} CUDA devices"
         )
     return [{VISIBLE: ",".join(devices[i * ranks : (i + 1) * ranks])} for i in range(count)]
+
+
+def make_loader(
+    args: EngineArgs, config: EngineConfig, recorder: Recorder, loggers: list[StatLogger]
+) -> CoreLoader | LocalGroupLoader | ProcessGroupLoader:
+    if config.data_parallel_size == 1:
+        return CoreLoader(config, recorder, loggers)
+    if config.data_parallel_backend == "uni":
+        return LocalGroupLoader(config, recorder, loggers)
+    return ProcessGroupLoader(args, config, recorder, loggers)

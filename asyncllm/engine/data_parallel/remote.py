@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from asyncllm.engine.arrival import Submission
 from asyncllm.engine.data_parallel import wire
 from asyncllm.engine.data_parallel.remote_adapters import RemoteAdapters
 from asyncllm.engine.data_parallel.spawn import EngineProcess
-from asyncllm.engine.generation import Submission
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger

@@ -44,7 +44,7 @@ ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
         ContextLengthError, EngineDeadError, InvalidRequestError, LoRALoadError, ModelLoadError,
-        QueueFullError, RequestFailedError, ValueError,
+        OSError, QueueFullError, RequestFailedError, ValueError,
     )
 }  # fmt: skip
 
@@ -61,10 +61,11 @@ class Error(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @classmethod
     def of(cls, error: Exception) -> Error:
-        """Of a kind that the other side knows, or its name in the text."""
-        kind, text = type(error).__name__, str(error)
-        if kind not in ERRORS:
-            kind, text = "RequestFailedError", f"{kind}: {text}"
+        """Of a kind that the other side knows, its own or one above; or its name in the text."""
+        above = [base.__name__ for base in type(error).__mro__]
+        kind, text = next((name for name in above if name in ERRORS), ""), str(error)
+        if not kind:
+            kind, text = "RequestFailedError", f"{type(error).__name__}: {text}"
         return cls(kind, text, getattr(error, "param", None), getattr(error, "code", None))
 
     @property

@@ -46,8 +46,8 @@ def definitions(
     layers: Sequence[AttentionLayer], dtype: torch.dtype, block_size: int
 ) -> Definitions | None:
     """To compile the source with, for such layers and pages of so many tokens; None where it does
-    not support them all."""
-    if any(limit(layer, dtype, block_size) is not None for layer in layers):
+    not support them all, or there are none."""
+    if not layers or any(limit(layer, dtype, block_size) is not None for layer in layers):
         return None
     return shape_definitions(layers[0], block_size)
 

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from asyncllm.kernels.experts.sort import sort_by_expert
 from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
 from asyncllm.kernels.quant_gemm.matrix import Quantized, block_of, is_fast, plain_matrix
 from asyncllm.kernels.quant_gemm.product import ACTIVATIONS, activate, multiply
@@ -26,7 +27,6 @@ from asyncllm.kernels.records import Activation, ExpertWeights, Normed, Routed
 
 FEW_TOKENS = 64  # a block of rows holds them all
 MIN_ROWS = 16  # that a product of Triton's has
-PLACED = 128  # assignments to a program that sorts
 SUM_COLUMNS = 1024
 WIDTH_MULTIPLE = 16  # of hidden size and experts' sizes
 
@@ -161,36 +161,6 @@ def _experts_kernel(
 
 
 @triton.jit
-def _count_kernel(ids_ptr, counts_ptr, ranks_ptr, num_assignments, BLOCK: tl.constexpr):
-    """Each assignment's number among those of its expert, in any order; how many an expert has."""
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < num_assignments
-    expert = tl.load(ids_ptr + index, inside, other=0)
-    rank = tl.atomic_add(counts_ptr + expert, 1, inside, sem="relaxed")
-    tl.store(ranks_ptr + index, rank, inside)
-
-
-@triton.jit
-def _place_kernel(
-    ids_ptr, counts_ptr, ranks_ptr, order_ptr, num_assignments,
-    NUM_EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Assignments + 1 to their places in the order, where each expert begins a block."""
-    expert = tl.arange(0, EXPERTS_PADDED)
-    counts = tl.load(counts_ptr + expert, expert < NUM_EXPERTS, other=0)
-    blocks = (counts + ROWS - 1) // ROWS
-    starts = (tl.cumsum(blocks, axis=0) - blocks) * ROWS
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < num_assignments
-    mine = tl.load(ids_ptr + index, inside, other=0)
-    rank = tl.load(ranks_ptr + index, inside, other=0)
-    is_mine = mine[:, None] == expert[None, :]
-    place = tl.sum(tl.where(is_mine, starts[None, :], 0), axis=1) + rank
-    tl.store(order_ptr + place, index + 1, inside)
-
-
-@triton.jit
 def _sum_kernel(
     parts_ptr, out_ptr, SIZE: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -254,7 +224,7 @@ def experts_of(
     counts, order = ids, ids  # not read where there are few
     if num_tokens > FEW_TOKENS:
         assert gate_up_tiles.rows == down_tiles.rows
-        counts, order = _sort(ids, num_experts, gate_up_tiles.rows)
+        counts, order = sort_by_expert(ids, num_experts, gate_up_tiles.rows)
         num_candidates = len(order) // gate_up_tiles.rows
     else:
         num_candidates = min(ids.numel(), num_experts)
@@ -288,23 +258,6 @@ def experts_of(
         parts, out, SIZE=hidden, TOP_K=top_k, BLOCK=SUM_COLUMNS, num_warps=4, **flags
     )
     return out
-
-
-def _sort(ids: torch.Tensor, num_experts: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Assignments of each expert; assignment + 1 by expert, each expert's padded to blocks of so
-    many rows. As many blocks as there may be, whoever takes what."""
-    num_assignments = ids.numel()
-    num_blocks = num_assignments // rows + min(num_experts, num_assignments)
-    zeros = torch.zeros(num_experts + num_blocks * rows, dtype=torch.int32, device=ids.device)
-    counts, order = zeros[:num_experts], zeros[num_experts:]
-    ranks = torch.empty(num_assignments, dtype=torch.int32, device=ids.device)
-    grid = (triton.cdiv(num_assignments, PLACED),)
-    _count_kernel[grid](ids, counts, ranks, num_assignments, BLOCK=PLACED)
-    _place_kernel[grid](
-        ids, counts, ranks, order, num_assignments, NUM_EXPERTS=num_experts,
-        EXPERTS_PADDED=triton.next_power_of_2(num_experts), ROWS=rows, BLOCK=PLACED,
-    )  # fmt: skip
-    return counts, order
 
 
 def choose_tiles(num_tokens: int, top_k: int, num_experts: int, gated: bool) -> Tiles:

@@ -1,7 +1,7 @@
 """LoRA's two small products in Triton, for tokens of different adapters: shrink, then expand.
 
     shrink  partial[k, t, p] = a[slot of t, part p][:, k] @ x[t, k]      k: a piece of the features
-    expand  product[t, part p] += b[slot of t, part p] @ sum over k of partial[k, t, p]
+    expand  product[t, part p] += b[slot of t, part p] @ sum over k of partial[k, t, p] + bias
 
 A program works for one slot on a tile of tokens and ends at once where none of them has it: tokens
 need no order, nothing is planned, and a captured graph replays as it is. A token's sum is added up
@@ -9,6 +9,8 @@ in one order, whatever its neighbours are. Of the adapters only those that token
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import triton
@@ -60,9 +62,9 @@ def _shrink(
 
 @triton.jit
 def _expand(
-    partial_ptr, b_ptr, slots_ptr, product_ptr, num_tokens, out_features, b_stride, num_pieces,
-    first_end, second_end, PARTS: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    partial_ptr, b_ptr, bias_ptr, slots_ptr, product_ptr, num_tokens, out_features, b_stride,
+    bias_stride, num_pieces, first_end, second_end, PARTS: tl.constexpr, RANK: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A piece of the product's columns, for one slot. Parts end at first_end, second_end and
     out_features; programs of a part begin at its first column."""
@@ -85,6 +87,8 @@ def _expand(
     rank = tl.arange(0, RANK)
     b_ptr += slot.to(tl.int64) * b_stride
     b = tl.load(b_ptr + column[None, :] * RANK + rank[:, None], (column < end)[None, :], other=0.0)
+    bias_ptr += slot.to(tl.int64) * bias_stride
+    bias = tl.load(bias_ptr + column, column < end, other=0.0).to(tl.float32)
     if PDL:
         after = wait_previous()
         partial_ptr += after
@@ -95,35 +99,82 @@ def _expand(
     for piece in range(num_pieces):
         offset = (piece + tl.zeros((), tl.int64)) * num_tokens * (PARTS * RANK)
         sums += tl.load(partial_ptr + offset, is_own[:, None], other=0.0)
-    delta = tl.dot(sums.to(b.dtype), b, input_precision="ieee")
+    delta = tl.dot(sums.to(b.dtype), b, input_precision="ieee") + bias[None, :]
     product_ptr += token.to(tl.int64)[:, None] * out_features + column[None, :]
     inside = is_own[:, None] & (column < end)[None, :]
     total = tl.load(product_ptr, inside, other=0.0).to(tl.float32) + delta
     tl.store(product_ptr, total.to(product_ptr.dtype.element_ty), inside)
 
 
-def add_lora_triton(
-    product: torch.Tensor, x: torch.Tensor, weights: LoRAWeights, slots: torch.Tensor
-) -> None:
-    """`AddLoRA` in two kernels. product, x: contiguous."""
+def shrink(x: torch.Tensor, weights: LoRAWeights, slots: torch.Tensor) -> torch.Tensor:
+    """The partial sums, float32 [pieces, T, parts, max_rank], of x [T, in], contiguous."""
     num_tokens, in_features = x.shape
-    num_slots, out_features, rank = weights.b.shape
-    sizes = weights.sizes
-    assert 1 <= len(sizes) <= 3 and product.is_contiguous() and x.is_contiguous()
-    tokens = min(max(triton.next_power_of_2(num_tokens), MIN_DOT), MAX_TOKENS)
-    tiles = triton.cdiv(num_tokens, tokens)
+    num_slots, _, rank = weights.b.shape
+    num_parts = len(weights.sizes)
+    assert x.is_contiguous()
+    tokens, tiles = _tile(num_tokens)
     piece_columns, num_pieces = _pieces(in_features, tiles)
-    partial = x.new_empty((num_pieces, num_tokens, len(sizes), rank), dtype=torch.float32)
-    shared = {"PARTS": len(sizes), "RANK": rank, "TOKENS": tokens, **launch_flags(x.device)}
-    _shrink[(num_pieces * len(sizes), tiles, num_slots - 1)](
+    partial = x.new_empty((num_pieces, num_tokens, num_parts, rank), dtype=torch.float32)
+    _shrink[(num_pieces * num_parts, tiles, num_slots - 1)](
         x, weights.a, slots, partial, num_tokens, in_features, weights.a.stride(0), piece_columns,
-        COLUMNS=SHRINK_COLUMNS, **shared,
+        PARTS=num_parts, RANK=rank, TOKENS=tokens, COLUMNS=SHRINK_COLUMNS,
+        **launch_flags(x.device),
     )  # fmt: skip
+    return partial
+
+
+def expand(
+    product: torch.Tensor, partial: torch.Tensor, weights: LoRAWeights, slots: torch.Tensor
+) -> None:
+    """Add what became of the partial sums to the product [T, out], contiguous."""
+    num_pieces, num_tokens, num_parts, rank = partial.shape
+    sizes = weights.sizes
+    assert 1 <= num_parts <= 3 and product.is_contiguous()
+    tokens, tiles = _tile(num_tokens)
     num_blocks = sum(triton.cdiv(size, EXPAND_COLUMNS) for size in sizes)
-    _expand[(num_blocks, tiles, num_slots - 1)](
-        partial, weights.b, slots, product, num_tokens, out_features, weights.b.stride(0),
-        num_pieces, sizes[0], sum(sizes[:2]), COLUMNS=EXPAND_COLUMNS, **shared,
+    _expand[(num_blocks, tiles, len(weights.b) - 1)](
+        partial, weights.b, weights.bias, slots, product, num_tokens, sum(sizes),
+        weights.b.stride(0), weights.bias.stride(0), num_pieces, sizes[0], sum(sizes[:2]),
+        PARTS=num_parts, RANK=rank, TOKENS=tokens, COLUMNS=EXPAND_COLUMNS,
+        **launch_flags(product.device),
     )  # fmt: skip
+
+
+def _tile(num_tokens: int) -> tuple[int, int]:
+    """Tokens of a program, and how many programs have all."""
+    tokens = min(max(triton.next_power_of_2(num_tokens), MIN_DOT), MAX_TOKENS)
+    return tokens, triton.cdiv(num_tokens, tokens)
+
+
+class TritonLoRA:
+    """`AddLoRA`. overlaps: it shrinks on a stream of its own while the product is made.
+
+    A base product of few tokens waits for its weights and leaves room on every SM; in a graph the
+    two are branches. What one stream allocated is given back after the other has waited for it.
+    """
+
+    def __init__(self, device: torch.device, *, overlaps: bool = False) -> None:
+        self._beside = torch.cuda.Stream(device) if overlaps else None
+
+    def __call__(
+        self,
+        product: Callable[[], torch.Tensor],
+        x: torch.Tensor,
+        weights: LoRAWeights,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        if self._beside is None:
+            out = product()
+            expand(out, shrink(x, weights, slots), weights, slots)
+            return out
+        current = torch.cuda.current_stream(x.device)
+        self._beside.wait_stream(current)
+        with torch.cuda.stream(self._beside):
+            partial = shrink(x, weights, slots)
+        out = product()
+        current.wait_stream(self._beside)
+        expand(out, partial, weights, slots)
+        return out
 
 
 def _pieces(in_features: int, tiles: int) -> tuple[int, int]:

@@ -20,6 +20,8 @@ CHUNK = 128  # columns of 16 words of four bits
 WORDS = 16  # the least depth of a product of tensor cores
 # How a weight is stored: PLAIN 16 bits, BYTES int8 or e4m3, INT4 8 is zero, FP4 e2m1, TABLE.
 PLAIN, BYTES, INT4, FP4, TABLE = range(5)
+# Of so many rows codes are on the side that tensor cores take from registers.
+SWAPPED_ROWS = tl.constexpr(64)
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped": 2}  # `activate`
 
 _BEGIN = (
@@ -89,20 +91,26 @@ def _codes(words, table_ptr, FORMAT: tl.constexpr, dtype: tl.constexpr):
 def _add_words(
     acc, weight_ptr, scale_ptr, offset_ptr, table_ptr, rows_ptr, is_row, feature, inside, number,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, OFFSET: tl.constexpr,
-    E8M0: tl.constexpr, FAST: tl.constexpr,
+    E8M0: tl.constexpr, FAST: tl.constexpr, SWAPPED: tl.constexpr,
 ):  # fmt: skip
-    """acc [ROWS, TILE] plus one chunk's product. GROUP 0: a scale for all columns."""
+    """acc [ROWS, TILE] plus one chunk's product; SWAPPED: [TILE, ROWS]. GROUP 0: a scale for all
+    columns. A vector over features gets the dimension IN_F, one over rows IN_R."""
+    IN_F: tl.constexpr = 1 if SWAPPED else 0
+    IN_R: tl.constexpr = 0 if SWAPPED else 1
+    ROWS: tl.constexpr = rows_ptr.shape[1 - IN_R]
     dtype: tl.constexpr = rows_ptr.dtype.element_ty
     chunks: tl.constexpr = (WIDTH + 127) // 128
     word = tl.arange(0, 16)
-    at = feature[None, :] * (chunks * 16) + number * 16 + word[:, None]
-    words = tl.load(weight_ptr + at, inside[None, :], other=0)
+    at = tl.expand_dims(feature, IN_F) * (chunks * 16) + number * 16
+    words = tl.load(
+        weight_ptr + at + tl.expand_dims(word, IN_R), tl.expand_dims(inside, IN_F), other=0
+    )
     codes = _fast_codes(words, FORMAT) if FAST else _codes(words, table_ptr, FORMAT, dtype)
     num_groups: tl.constexpr = (WIDTH + GROUP - 1) // GROUP if GROUP > 0 else 1
     is_small: tl.constexpr = GROUP > 0 and GROUP < 128
     planes: tl.constexpr = GROUP // 16 if is_small else 8  # codes of a word that share a scale
     # Of many rows it is cheaper to multiply the codes than the sums, if less exact.
-    scale_codes: tl.constexpr = is_small and rows_ptr.shape[0] >= 64
+    scale_codes: tl.constexpr = is_small and ROWS >= 64
     first = number * 128
     exponents = tl.zeros_like(feature).to(tl.int32)
     if E8M0:  # four groups of 32, a byte each
@@ -120,27 +128,27 @@ def _add_words(
             at_group = scale_ptr + feature * num_groups + group
             scale = tl.load(at_group, has_group, other=0.0).to(tl.float32)
         part = tl.zeros_like(acc) if GROUP > 0 and not scale_codes else acc
-        sums = tl.zeros((rows_ptr.shape[0],), tl.float32)
+        sums = tl.zeros((ROWS,), tl.float32)
         for plane in tl.static_range(start, start + planes):
-            column = first + plane * 16 + word
-            x_inside = is_row[:, None]
+            column = tl.expand_dims(first + plane * 16 + word, IN_F)
+            x_inside = tl.expand_dims(is_row, IN_R)
             if WIDTH % 128 != 0:
-                x_inside = x_inside & (column < WIDTH)[None, :]
-            x = tl.load(rows_ptr + column[None, :], x_inside, other=0.0)
+                x_inside = x_inside & (column < WIDTH)
+            x = tl.load(rows_ptr + column, x_inside, other=0.0)
             code = codes[plane]
             if scale_codes:
-                code *= scale.to(dtype)[None, :]
-            part = tl.dot(x, code, part)
+                code *= tl.expand_dims(scale.to(dtype), IN_F)
+            part = tl.dot(code, x, part) if SWAPPED else tl.dot(x, code, part)
             if OFFSET:
-                sums += tl.sum(x.to(tl.float32), axis=1)
+                sums += tl.sum(x.to(tl.float32), axis=IN_R)
         if GROUP > 0 and not scale_codes:
-            acc += part * scale[None, :]
+            acc += part * tl.expand_dims(scale, IN_F)
         else:
             acc = part
         if OFFSET:
             at_group = offset_ptr + feature * num_groups + group
             offset = tl.load(at_group, has_group, other=0.0).to(tl.float32)
-            acc += sums[:, None] * offset[None, :]
+            acc += tl.expand_dims(sums, IN_R) * tl.expand_dims(offset, IN_F)
     return acc
 
 
@@ -199,18 +207,21 @@ def multiply(
             offset_ptr += start * ((WIDTH + GROUP - 1) // GROUP)
     ROWS: tl.constexpr = rows_ptr.shape[0]
     TILE: tl.constexpr = feature.shape[0]
-    acc = tl.zeros((ROWS, TILE), tl.float32)
-    up_acc = tl.zeros((ROWS, TILE), tl.float32)
+    SWAPPED: tl.constexpr = FORMAT >= 2 and ROWS >= SWAPPED_ROWS
+    if SWAPPED:
+        rows_ptr = tl.trans(rows_ptr)
+    acc = tl.zeros((TILE, ROWS) if SWAPPED else (ROWS, TILE), tl.float32)
+    up_acc = tl.zeros((TILE, ROWS) if SWAPPED else (ROWS, TILE), tl.float32)
     for number in tl.range(first, end, num_stages=STAGES):
         if FORMAT >= 2:
             acc = _add_words(
                 acc, weight_ptr, scale_ptr, offset_ptr, table_ptr, rows_ptr, is_row, feature,
-                inside, number, WIDTH, GROUP, FORMAT, OFFSET, E8M0, FAST,
+                inside, number, WIDTH, GROUP, FORMAT, OFFSET, E8M0, FAST, SWAPPED,
             )  # fmt: skip
             if GATED:
                 up_acc = _add_words(
                     up_acc, weight_ptr, scale_ptr, offset_ptr, table_ptr, rows_ptr, is_row,
-                    feature + up, inside, number, WIDTH, GROUP, FORMAT, OFFSET, E8M0, FAST,
+                    feature + up, inside, number, WIDTH, GROUP, FORMAT, OFFSET, E8M0, FAST, SWAPPED,
                 )  # fmt: skip
         else:
             acc = _add_columns(
@@ -222,6 +233,9 @@ def multiply(
                     up_acc, weight_ptr, scale_ptr, offset_ptr, rows_ptr, is_row, feature + up,
                     inside, number, WIDTH, GROUP, BLOCK, FORMAT, OFFSET,
                 )  # fmt: skip
+    if SWAPPED:
+        acc = tl.trans(acc)
+        up_acc = tl.trans(up_acc)
     return acc, up_acc
 
 

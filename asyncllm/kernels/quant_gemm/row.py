@@ -205,8 +205,10 @@ def one_row_add_norm(
 
 
 def choose_row_tiles(matrix: Quantized, gated: bool) -> RowTiles:
-    features = 2 if gated or matrix.weight.shape[1] > 4096 else 4
-    return RowTiles(features, 128 if matrix.is_packed else 512, 4)
+    """By sweeps on an H100, weights from memory (docs/log/quantization.md)."""
+    if matrix.is_packed:
+        return RowTiles(4, 64, 4)
+    return RowTiles(2, 2048, 4) if gated or matrix.columns > 4096 else RowTiles(4, 1024, 4)
 
 
 def _launch(

@@ -96,13 +96,13 @@ def _sum_kernel(
 
 
 def choose_tiles(num_rows: int, matrix: Quantized, gated: bool, sms: int) -> Tiles:
-    """Enough programs to fill the GPU, by tiles of few features or by splits."""
-    rows = min(64, max(16, triton.next_power_of_2(num_rows)))
-    tile = 64 if rows <= 32 else 128
+    """By sweeps on an H100 (docs/log/quantization.md), and enough programs to fill the GPU."""
+    rows, tile = min(64, max(16, triton.next_power_of_2(num_rows))), 64
     features = len(matrix.weight) // (2 if gated else 1)
     programs = triton.cdiv(features, tile) * triton.cdiv(num_rows, rows)
     splits = 1 if gated else max(1, min(8, 2 * sms // programs, matrix.columns // 512))
-    return Tiles(rows, tile, block_of(matrix, 128), splits, 4, 4)
+    num_stages = 3 if rows == 64 else 4 if matrix.is_packed else 6
+    return Tiles(rows, tile, block_of(matrix, 128), splits, 4, num_stages)
 
 
 def several_rows(

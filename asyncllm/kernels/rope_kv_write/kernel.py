@@ -218,7 +218,7 @@ def _write_rotated(
 
 def prewarm(start: Start) -> Iterator[Callable[[], object]]:
     """One head to a program, and several."""
-    if start.attention_backend != "torch" and start.layers[0].latent_dim is None:
+    if start.layers and start.layers[0].latent_dim is None and start.attention_backend != "torch":
         yield from (partial(_rotate_zeros, start, tokens) for tokens in (1, 2 * FEW_TOKENS))
 
 

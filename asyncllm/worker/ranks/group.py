@@ -77,6 +77,7 @@ class WorkerGroup:
         self._mesh: CollectiveMesh | None = None
         self._num_sent = 0  # messages that are to be done in order
         self._sending = threading.Lock()
+        self._asking = threading.Lock()
         self._failing = threading.Lock()
         self._asked = 0.0
         self.failure: str | None = None
@@ -142,9 +143,10 @@ class WorkerGroup:
     def ask(self, kind: Kind, *content: Any) -> list[Future[str]]:
         """Each rank's answer: an error's text, or "". Raises `RankLostError`."""
         futures: list[Future[str]] = [Future() for _ in self._progress]
-        for progress, future in zip(self._progress.values(), futures, strict=True):
-            progress.answers.append(future)
-        self.send(kind, *content)
+        with self._asking:  # answers come in the order of the questions, whichever threads ask
+            for progress, future in zip(self._progress.values(), futures, strict=True):
+                progress.answers.append(future)
+            self.send(kind, *content)
         return futures
 
     def check(self) -> None:
@@ -252,7 +254,6 @@ class WorkerGroup:
                 return
             who = "the ranks" if rank is None else f"rank {rank}"
             self.failure = f"{who} of {self._config.mesh.size} failed: {reason}"
-        logger.critical("%s", self.failure)
         lost = RankLostError(self.failure)
         for progress in self._progress.values():
             futures: list[Future[Any]] = [progress.joins, progress.ready, *progress.answers]

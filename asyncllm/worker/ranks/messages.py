@@ -18,8 +18,9 @@ import numpy as np
 
 from asyncllm.attention.base import PrefillRows
 from asyncllm.config import EngineConfig
+from asyncllm.generation_config import GenerationDefaults
 from asyncllm.mesh_config import MeshConfig
-from asyncllm.model_config import GenerationDefaults, ModelConfig
+from asyncllm.model_config import ModelConfig
 from asyncllm.worker.packed_step import (
     NO_CHANGES,
     NO_EXTRAS,

@@ -1,0 +1,152 @@
+"""What the engine's flags may be, and what some of them stand for."""
+
+from __future__ import annotations
+
+import importlib
+import operator
+from collections.abc import Sequence
+from dataclasses import Field, field, fields
+from numbers import Integral, Real
+from os import PathLike
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from asyncllm.host import num_cores
+from asyncllm.sampling_limits import shown
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from asyncllm.model_config import ModelConfig
+
+# 272 and 528: a few decodes beside half a chunk of prompts, or a chunk, of a large model.
+PREFILL_GRAPH_SIZES = tuple(
+    sorted({16, *range(32, 257, 32), *range(320, 1089, 64), *range(1152, 2049, 128), 272, 528})
+)
+DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's short ones, as in vLLM
+LIMITS = {
+    "least": (operator.ge, "at least"),
+    "most": (operator.le, "at most"),
+    "above": (operator.gt, "above"),
+    "below": (operator.lt, "below"),
+}
+
+
+def flag(default: Any, help: str, **limits: float) -> Any:
+    """A dataclass field with its flag's help text and `LIMITS` of its number."""
+    return field(default=default, metadata={"help": help, "limits": limits})
+
+
+def check_fields(args: DataclassInstance) -> None:
+    """The type and the limits of each. Raises `ValueError` naming the field."""
+    hints = get_type_hints(type(args))
+    for given in fields(args):
+        _check_field(given, hints[given.name], getattr(args, given.name))
+
+
+def _check_field(given: Field[Any], hint: Any, value: Any) -> None:
+    arms = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    literals = [arm for arm in arms if get_origin(arm) is Literal]
+    if literals:
+        choices = get_args(literals[0])
+        if value not in choices and not (value is None and NoneType in arms):
+            listed = ", ".join(choices)
+            raise ValueError(f"{given.name} must be one of {listed}, got {shown(value)}")
+    elif not _has_type(value, hint):
+        raise ValueError(f"{given.name} must be of type {given.type}, got {shown(value)}")
+    for kind, limit in given.metadata["limits"].items():
+        holds, words = LIMITS[kind]
+        if value is not None and not holds(value, limit):
+            raise ValueError(f"{given.name} must be {words} {limit}, got {value}")
+
+
+def _has_type(value: object, hint: Any) -> bool:
+    """Whether a field takes it. A bool is no number; a path is a text, a tuple is a list."""
+    if get_origin(hint) is UnionType:
+        return any(_has_type(value, arm) for arm in get_args(hint))
+    if get_origin(hint) is list:
+        (item,) = get_args(hint)
+        return isinstance(value, list | tuple) and all(_has_type(each, item) for each in value)
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, _ACCEPTED.get(hint, get_origin(hint) or hint))
+
+
+_ACCEPTED: dict[Any, Any] = {int: Integral, float: Real, str: (str, PathLike)}
+
+
+def resolve_classes(named: Sequence[str | type] | None) -> tuple[type, ...]:
+    return tuple(map(_resolve_class, named or ()))
+
+
+def _resolve_class(named: str | type) -> type:
+    """A class, or what "module:Class" names. Raises `ValueError`."""
+    if not isinstance(named, str):
+        return named
+    module, colon, name = named.partition(":")
+    if not (module and colon and name):
+        raise ValueError(f"logits_processors must be module:Class, got {named!r}")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"logits_processors {named}: {error}") from error
+    if not isinstance(found, type):
+        raise ValueError(f"logits_processors {named} is not a class")
+    return found
+
+
+def resolve_device(name: str) -> Literal["cpu", "cuda"]:
+    if name == "cpu":
+        return "cpu"
+    import torch  # the one question that only torch can answer
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if name == "cuda":
+        raise ValueError("device cuda: torch finds no CUDA device")
+    return "cpu"
+
+
+def resolve_data_parallel_backend(name: str, size: int, device: str) -> str:
+    """Engines of one process would take turns with one CUDA context, and with the GIL."""
+    if name == "uni" and device == "cuda" and size > 1:
+        raise ValueError("data_parallel_backend uni is for engines on a CPU")
+    if name != "auto":
+        return name
+    return "mp" if device == "cuda" or num_cores() > size else "uni"
+
+
+def resolve_dtype(name: str, model: ModelConfig, device: str) -> str:
+    dtype = DTYPE_NAMES.get(name, name)
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else model.dtype_name
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype {dtype} of {model.path} is not supported: pass --dtype")
+    return dtype
+
+
+def kernel_rank(max_lora_rank: int) -> int:
+    """A power of two that kernels' tiles may have."""
+    return max(16, 1 << (max_lora_rank - 1).bit_length())
+
+
+def decode_sizes(sizes: list[int] | None, max_num_seqs: int) -> tuple[int, ...]:
+    """Decode batch sizes to capture, ascending, the last one max_num_seqs."""
+    if sizes is None:
+        sizes = [1, 2, 4, 8, 12, *range(16, 257, 8), *range(288, 513, 32)]
+        sizes = [size for size in sizes if size < max_num_seqs] + [min(max_num_seqs, 512)]
+    if any(size < 1 or size > max_num_seqs for size in sizes):
+        raise ValueError(f"cuda_graph_sizes must be between 1 and max_num_seqs, got {sizes}")
+    return tuple(sorted(set(sizes)))
+
+
+def prefill_sizes(sizes: list[int] | None, max_tokens: int) -> tuple[int, ...]:
+    """Tokens per step to capture, ascending. Steps of more tokens are long enough to launch."""
+    if sizes is None:
+        largest = min(max_tokens, PREFILL_GRAPH_SIZES[-1])
+        sizes = [size for size in PREFILL_GRAPH_SIZES if size < largest] + [largest]
+    if any(size < 0 or size > max_tokens for size in sizes):
+        raise ValueError(
+            f"prefill_graph_sizes must be between 0 and max_num_batched_tokens, got {sizes}"
+        )
+    return tuple(sorted(set(sizes) - {0}))

@@ -1,0 +1,140 @@
+"""The states of recurrent layers: one row of memory for each slot and each snapshot.
+
+A state has one size however long its sequence is, so it is not paged: row i is slot i's, and those
+behind the slots are snapshots of prefixes, from which a later request of the same prefix goes on.
+
+    rows       [slots + snapshots, bytes]   uint8
+    host       [num_host_rows, bytes]       of swapped sequences, pinned
+    layers[i]  [slots + snapshots, *shape]  views of rows
+
+Row 0 is padding: always zeros, which is what a new sequence starts from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from asyncllm.attention.base import PrefillRows
+from asyncllm.attention.host_pages import HostPages
+from asyncllm.attention.recurrence import run, step, tokens_of
+from asyncllm.kernels.recurrent.records import Recur, Recurrence, StateLayer
+from asyncllm.step_plan import StateMoves
+
+ALIGNMENT = 128  # bytes, of each layer's state in its row
+
+
+class StateLayout:
+    """Where each layer's state lies in a row."""
+
+    def __init__(self, layers: Sequence[StateLayer]) -> None:
+        self.layers = layers
+        self.offsets: list[int] = []  # in bytes
+        self.row_bytes = 0
+        for layer in layers:
+            self.offsets.append(self.row_bytes)
+            num_bytes = math.prod(layer.shape) * layer.dtype.itemsize
+            self.row_bytes += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class StateCache:
+    def __init__(
+        self, layout: StateLayout, num_rows: int, device: torch.device, host_rows: int = 0
+    ) -> None:
+        self._rows = torch.zeros(num_rows, layout.row_bytes, dtype=torch.uint8, device=device)
+        self.layers = [
+            self._rows[:, offset : offset + math.prod(layer.shape) * layer.dtype.itemsize]
+            .view(layer.dtype)
+            .unflatten(1, layer.shape)
+            for layer, offset in zip(layout.layers, layout.offsets, strict=True)
+        ]
+        self._host = HostPages((host_rows, layout.row_bytes), torch.uint8, device)
+
+    def before_step(self, moves: StateMoves) -> None:
+        """What a step's forward pass finds in its slots."""
+        for slot, host_row in moves.swap_out:
+            self._host.tensor[host_row].copy_(self._rows[slot], non_blocking=True)
+        self._copy(moves.restore)
+        for host_row, slot in moves.swap_in:
+            self._rows[slot].copy_(self._host.tensor[host_row], non_blocking=True)
+
+    def after_step(self, moves: StateMoves) -> None:
+        self._copy(moves.fork)
+
+    def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """(from, to); no row is both."""
+        if pairs:
+            on_cuda = self._rows.is_cuda
+            places = torch.tensor(pairs, dtype=torch.int64, pin_memory=on_cuda)
+            source, target = places.to(self._rows.device, non_blocking=True).unbind(1)
+            self._rows[target] = self._rows[source]
+
+
+class StateBackend(Protocol):
+    """The recurrences of a step's rows over the cache. Only enqueues device work."""
+
+    @property
+    def cache(self) -> StateCache: ...
+
+    def decode(self, slots: torch.Tensor) -> Recur:
+        """Of one token for each of `slots`, int32 [rows]; the padding slot stays as it is. May be
+        captured and replayed with other slots."""
+        ...
+
+    def mixed(self, decode_slots: torch.Tensor, prefills: PrefillRows) -> Recur:
+        """Of decodes, then of prompts."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TorchStates:
+    """By torch: the CPU's, and the reference."""
+
+    cache: StateCache
+
+    def decode(self, slots: torch.Tensor) -> Recur:
+        rows, is_valid = slots.long(), slots != 0
+
+        def recur(layer: StateLayer, inputs: Recurrence) -> torch.Tensor:
+            states = self.cache.layers[layer.index]
+            before = states[rows]
+            out, moved = step(inputs, before)
+            kept = is_valid.view(-1, *(1 for _ in layer.shape))
+            states[rows] = torch.where(kept, moved.to(states.dtype), before)
+            return out
+
+        return recur
+
+    def mixed(self, decode_slots: torch.Tensor, prefills: PrefillRows) -> Recur:
+        num_decodes, decodes = len(decode_slots), self.decode(decode_slots)
+
+        def recur(layer: StateLayer, inputs: Recurrence) -> torch.Tensor:
+            states = self.cache.layers[layer.index]
+            outputs = [decodes(layer, tokens_of(inputs, slice(num_decodes)))]
+            for i, start, end, row in pieces_of(prefills):
+                slot = int(prefills.slots[i])
+                tokens = tokens_of(inputs, slice(num_decodes + start, num_decodes + end))
+                out, moved = run(tokens, states[slot])
+                outputs.append(out)
+                for target in {slot, row} - {0}:
+                    states[target] = moved.to(states.dtype)
+            return torch.cat(outputs)
+
+        return recur
+
+
+def pieces_of(prefills: PrefillRows) -> list[tuple[int, int, int, int]]:
+    """(prefill row, first token, end, row of the snapshot of what comes out, or 0), in order."""
+    pieces: list[tuple[int, int, int, int]] = []
+    for i in range(len(prefills.slots)):
+        start, end = prefills.query_indptr[i : i + 2].tolist()
+        for _, token, row in prefills.saves[prefills.saves[:, 0] == i].tolist():
+            pieces.append((i, start, token, row))
+            start = token
+        if start < end:
+            pieces.append((i, start, end, 0))
+    return pieces

@@ -1,0 +1,109 @@
+"""`adapter_config.json`, as peft writes it: the part that decides what an adapter's tensors mean.
+
+What is not served exactly is refused with its name.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncllm.errors import LoRALoadError
+
+CONFIG_FILE = "adapter_config.json"
+MAX_CONFIG_BYTES = 1 << 20
+MAX_PATTERN_CHARS = 256
+# Matched against many names: a repeated group could take for ever.
+REPEATED_GROUP = re.compile(r"\)[*+?{]")
+
+
+class PeftConfig(msgspec.Struct):
+    """Of peft's `LoraConfig`. Which modules are adapted, the tensors say themselves."""
+
+    r: int
+    lora_alpha: float
+    peft_type: str = "LORA"
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] = {}
+    alpha_pattern: dict[str, float] = {}
+    bias: str = "none"
+    use_dora: bool = False
+    modules_to_save: list[str] | None = None
+    trainable_token_indices: Any = None
+    alora_invocation_tokens: Any = None
+    use_qalora: bool = False
+    use_bdlora: Any = None
+    arrow_config: Any = None
+    layer_replication: Any = None
+    velora_config: Any = None
+    kasa_config: Any = None
+    monteclora_config: Any = None
+
+    def scale(self, module: str, rank: int) -> float:
+        """What peft multiplies the product of a module's two matrices by."""
+        alpha = _of_pattern(self.alpha_pattern, module, self.lora_alpha)
+        wanted = _of_pattern(self.rank_pattern, module, self.r)
+        if wanted != rank:
+            raise LoRALoadError(f"{module}: rank {rank}, {CONFIG_FILE} says {wanted}")
+        return float(alpha / math.sqrt(rank) if self.use_rslora else alpha / rank)
+
+
+# Settings under which the tensors mean more than low-rank products and biases, and what is served.
+# DoRA multiplies a layer's whole output by a number for each feature, which is no low-rank product.
+SERVED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", "all", "lora_only"),
+    "use_dora": (False,),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "alora_invocation_tokens": (None, []),
+    "use_qalora": (False,),
+    "use_bdlora": (None, {}),
+    "arrow_config": (None, {}),
+    "layer_replication": (None, []),
+    "velora_config": (None, {}),
+    "kasa_config": (None, {}),
+    "monteclora_config": (None, {}),
+}
+
+
+def read_config(folder: Path) -> tuple[PeftConfig, bytes]:
+    """The settings and the file they came from. Raises `LoRALoadError`."""
+    file = folder / CONFIG_FILE
+    try:
+        with file.open("rb") as opened:
+            text = opened.read(MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise LoRALoadError(f"{file}: {error.strerror}") from error
+    if len(text) > MAX_CONFIG_BYTES:
+        raise LoRALoadError(f"{file}: over {MAX_CONFIG_BYTES} bytes")
+    try:
+        config = msgspec.json.decode(text, type=PeftConfig)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise LoRALoadError(f"{file}: {error}") from error
+    for name, served in SERVED.items():
+        value = getattr(config, name)
+        if value not in served:
+            wanted = ", ".join(repr(each) for each in served if each not in ([], {}))
+            raise LoRALoadError(f"{file}: {name} {value!r} is not supported, only {wanted}")
+    if not (config.r > 0 and math.isfinite(config.lora_alpha)):
+        raise LoRALoadError(f"{file}: r {config.r}, lora_alpha {config.lora_alpha}")
+    return config, text
+
+
+def _of_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    """The value of the first pattern that a module's name ends with, as peft matches them."""
+    for pattern, value in patterns.items():
+        if len(pattern) > MAX_PATTERN_CHARS or REPEATED_GROUP.search(pattern):
+            raise LoRALoadError(f"{CONFIG_FILE}: pattern {pattern[:MAX_PATTERN_CHARS]!r}")
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+        except re.error as error:
+            raise LoRALoadError(f"{CONFIG_FILE}: pattern {pattern!r}: {error}") from error
+    return default

@@ -1,0 +1,77 @@
+"""Adapters of transformers' model code: hooks on the linear layers and embeddings that it calls.
+
+Which those are a trial shows: modules that were given one row for each token, by their names in the
+class, which are those of peft. What a class computes past its modules (its experts, say) has none,
+and an adapter of it is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from asyncllm.models.layers.linear_method import LinearShape
+from asyncllm.models.layers.lora import LoRAEmbedding, LoRALayer, LoRALayers
+
+
+@contextmanager
+def noting_modules(model: nn.Module, num_tokens: int) -> Iterator[dict[str, nn.Module]]:
+    """Name -> module, of those that were called meanwhile with a row for each of the tokens."""
+    noted: dict[str, nn.Module] = {}
+    hooks = []
+    for name, module in model.named_modules():
+        # A subclass of an embedding may scale what it gives.
+        if isinstance(module, nn.Linear | Conv1D) or type(module) is nn.Embedding:
+
+            def note(module: nn.Module, given: Any, _: Any, name: str = name) -> None:
+                if given and given[0].shape[:2] == (1, num_tokens):
+                    noted[name] = module
+
+            hooks.append(module.register_forward_hook(note))
+    try:
+        yield noted
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def adapt(modules: Mapping[str, nn.Module], lora: LoRALayers) -> None:
+    """Once their parameters have memory."""
+    for name, module in modules.items():
+        if isinstance(module, nn.Embedding):
+            weight = module.weight
+            tokens = slice(len(weight))
+            embedding = LoRAEmbedding(lora, name, len(weight), weight, tokens, scale=1.0)
+            module.register_forward_hook(_adding_vectors(lora.register(embedding)))
+        else:
+            module.register_forward_hook(_adding(_layer(name, module, lora)))
+
+
+def _layer(name: str, module: Any, lora: LoRALayers) -> LoRALayer:
+    is_conv = isinstance(module, Conv1D)
+    sizes = (module.nx, module.nf) if is_conv else (module.in_features, module.out_features)
+    layer = lora.layer(LinearShape({name: sizes[1]}, sizes[0], module.bias is not None))
+    layer.base = {} if is_conv else {"weight": module.weight}
+    if module.bias is not None:
+        layer.base = {**layer.base, "bias": module.bias}
+    return layer
+
+
+def _adding(layer: LoRALayer) -> Any:
+    def add(_: nn.Module, given: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
+        x, rows = given[0].flatten(0, 1), out.flatten(0, 1)
+        return layer.add(lambda: rows, x).view(out.shape)
+
+    return add
+
+
+def _adding_vectors(embedding: LoRAEmbedding) -> Any:
+    def add(_: nn.Module, given: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
+        return embedding.add(out.flatten(0, 1), given[0].flatten()).view(out.shape)
+
+    return add
