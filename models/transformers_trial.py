@@ -47,6 +47,8 @@ class Tried:
 def try_on_meta(model: Any, max_model_len: int) -> Tried:
     trial, states = Trial(max_model_len), StateTrial([])
     recurrent = replace_recurrences(model, states)
+    if model._is_stateful and not recurrent:
+        raise Unservable("has recurrent layers of its own kind")
     outputs: list[tuple[nn.Module, Any]] = []
     named: dict[nn.Module, dict[str, Any]] = {}
     given: dict[nn.Module, Any] = {}  # what modules got as their positions
