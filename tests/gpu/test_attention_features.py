@@ -176,3 +176,23 @@ def test_groups_of_layers_have_tables_of_their_own() -> None:
             out[layer.index] = attended
     for layer in layers:
         assert error_of(outs[1, layer.index], outs[0, layer.index]) < TOLERANCE, layer
+
+
+def test_slopes_of_a_mixed_step() -> None:
+    """ALiBi: two decodes, 40 tokens after 300 old ones, 70 new ones."""
+    from asyncllm.attention.flashinfer.backend import FlashInferAttention
+
+    layer = replace(layer_with(None, 0, None), slopes=torch.rand(HEADS, device=CUDA) / 8)
+    cache, _ = make_caches(200)
+    pages = torch.randperm(199)[:160].int() + 1
+    positions = torch.tensor([600, 17], device=CUDA, dtype=torch.int32)
+    decodes = DecodeRows((pages[:80].view(2, 40).cuda(),), positions)
+    prefills = PrefillRows(
+        np.array([0, 40, 110], np.int32), np.array([340, 70], np.int32),
+        np.array([0, 22, 27], np.int32), pages[None, 80:107].numpy(),
+    )  # fmt: skip
+    q = random(112, HEADS, HEAD_DIM)
+    ours, expected = torch.zeros_like(q), torch.zeros_like(q)
+    TorchAttention(cache).mixed(decodes, prefills, q, expected)(layer)
+    FlashInferAttention(cache, [layer]).mixed(decodes, prefills, q, ours)(layer)
+    assert error_of(ours, expected) < TOLERANCE

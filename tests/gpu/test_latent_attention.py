@@ -141,7 +141,7 @@ def test_slopes_of_decodes(num_sms: int, window: int | None) -> None:
     q = random(3, 8, 64)
     out = torch.empty_like(q)
     paged_decode(
-        q, cache.layers[0], tables, positions + 1, out, scale=layer.scale, window=window,
+        q, cache.layers[0], tables, positions, out, scale=layer.scale, window=window,
         num_sms=num_sms, slopes=slopes,
     )  # fmt: skip
     expected = TorchAttention(cache)._attend_decodes(layer, q, DecodeRows((tables,), positions))

@@ -28,8 +28,9 @@ from asyncllm.models.checkpoint import SINGLE_FILE
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.loader import load_weights
 from asyncllm.models.registry import build_model, settle
-from asyncllm.models.transformers_backend import TransformersModel, _parameters_on_meta
-from asyncllm.models.transformers_fusion import FUSED
+from asyncllm.models.transformers_backend import TransformersModel
+from asyncllm.models.transformers_build import _parameters_on_meta
+from asyncllm.models.transformers_modules import FUSED
 from asyncllm.models.transformers_rope import StepRotary
 from tests.engine.test_against_transformers import (
     LOGPROB_TOLERANCE,
@@ -125,7 +126,7 @@ def build(folder: Path, max_model_len: int = 60) -> CausalLM:
     [
         ("RwkvForCausalLM", {}, ["'RwkvForCausalLM'", "recurrent layers of its own kind"]),
         ("LlamaForCausalLM", {"quantization_config": {"quant_method": "awq"}}, ["'awq'"]),
-        ("DogeForCausalLM", {}, ["'DogeForCausalLM'", "makes a mask of its own"]),
+        ("DogeForCausalLM", {}, ["'DogeForCausalLM'", "what it makes of values"]),
         ("BloomForCausalLM", {}, ["max_position_embeddings"]),
         ("RemBertForCausalLM", {"is_decoder": False}, ["'RemBertForCausalLM'", "is_decoder False"]),
         ("Gemma2ForCausalLM", {"model_type": "llama"}, ["does not fit model_type 'llama'"]),
