@@ -54,12 +54,14 @@ class _Registered:
     adapter: Adapter | None = None  # what its files were; None: to be read
     reading: asyncio.Task[Adapter] | None = None  # by a thread, which nobody can stop
     num_readers: int = 0  # who wait for that, or have not run since
+    is_listed: bool = False  # it has had its name
 
 
 class AdapterManager:
     def __init__(self, store: AdapterStore) -> None:
         self._store = store
         self._registered: dict[str, _Registered] = {}
+        self._adding: dict[str, _Registered] = {}  # that are read before they have the name
         # Of the adapters in host memory, the least recently used first.
         self._held: OrderedDict[Adapter, None] = OrderedDict()
         self._free_places = deque(range(store.num_places))
@@ -81,13 +83,25 @@ class AdapterManager:
         if known is not None and known.request.lora_path == request.lora_path and not reload:
             await self._read(known)
             return
-        fresh = _Registered(request)
-        await self._read(fresh)
-        self.remove(request.lora_name)
-        self._registered[request.lora_name] = fresh
+        name = request.lora_name
+        fresh = None if reload else self._adding.get(name)  # many may add it at once: one reads
+        if fresh is None or fresh.request.lora_path != request.lora_path:
+            fresh = _Registered(request)
+            if not reload:
+                self._adding[name] = fresh
+        try:
+            await self._read(fresh)
+        finally:
+            if fresh.reading is None and self._adding.get(name) is fresh:
+                del self._adding[name]
+        if not fresh.is_listed:
+            self.remove(name)
+            fresh.is_listed = True
+            self._registered[name] = fresh
 
     def remove(self, name: str) -> bool:
         """Forget a name: requests that have the adapter go on. Whether it was there."""
+        self._adding.pop(name, None)
         known = self._registered.pop(name, None)
         if known is not None and known.adapter is not None:
             known.adapter.pinned = False
@@ -254,8 +268,9 @@ class AdapterManager:
         def is_idle(each: Adapter) -> bool:
             if each.num_users or each.pinned or each.is_copied:
                 return False
-            known = self._registered.get(each.request.lora_name)
-            return known is None or known.adapter is not each or not known.num_readers
+            name = each.request.lora_name
+            readers = (self._registered.get(name), self._adding.get(name))
+            return not any(by and by.adapter is each and by.num_readers for by in readers)
 
         return [each for each in self._held if is_idle(each)]
 

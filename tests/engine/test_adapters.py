@@ -252,3 +252,30 @@ def test_a_request_that_was_parsed_before_an_unload_does_not_load_it_again(tmp_p
             assert engine.list_loras() == []
 
     asyncio.run(test())
+
+
+def test_many_requests_for_new_adapters_read_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asyncio, "to_thread", inline)
+    names = [f"adapter{i}" for i in range(4)]
+
+    class CountingStore(FakeStore):
+        def __init__(self) -> None:
+            super().__init__(len(names), len(names))
+            self.reads: list[str] = []
+
+        def read(self, folder: Path, place: int) -> AdapterInfo:
+            self.reads.append(str(folder))
+            return super().read(folder, place)
+
+    async def ask() -> None:
+        store = CountingStore()
+        store.files = {f"/{name}": name for name in names}
+        manager = AdapterManager(store)  # type: ignore[arg-type]
+        requests = [LoRARequest(name, lora_path=f"/{name}") for name in names] * 8
+        adapters = await asyncio.gather(*(manager.acquire(each, adds=True) for each in requests))
+        assert sorted(store.reads) == sorted(store.files)
+        for adapter in adapters:
+            manager.release(adapter)
+        manager.check_integrity()
+
+    asyncio.run(asyncio.wait_for(ask(), 20))
