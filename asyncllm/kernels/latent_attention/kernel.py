@@ -183,7 +183,8 @@ def _num_splits(num_units: int, max_len: int, num_sms: int) -> int:
 
 def prewarm(start: Start) -> Iterator[Callable[[], object]]:
     """Decodes in one split and in several, and prompts."""
-    if start.attention_backend == "flashinfer" and start.layers[0].latent_dim is not None:
+    has_latents = any(layer.latent_dim is not None for layer in start.layers)
+    if start.attention_backend == "flashinfer" and has_latents:
         yield from (
             partial(_attend_zeros, start, *each) for each in ((1, 1), (1, TILE + 1), (2, 2))
         )

@@ -165,8 +165,7 @@ def _convolve(
     if HAS_BIAS:
         total += tl.load(bias_ptr + channel, inside, other=0.0).to(tl.float32)
     for i in tl.static_range(WIDTH):
-        back: tl.constexpr = WIDTH - 1 - i
-        at = token - back
+        at = token - (WIDTH - 1 - i)
         state_at = at - start + WIDTH - 1
         old = tl.load(
             states_ptr + slot * state_stride + channel * (WIDTH - 1) + state_at,
