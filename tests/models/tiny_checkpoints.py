@@ -176,6 +176,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
 }  # fmt: skip
 
 
+@torch.no_grad()
 def random_reference(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     """A float32 transformers model, its norms away from one and its biases away from zero."""
     torch.manual_seed(seed)

@@ -20,8 +20,8 @@ CHUNK = 128  # columns of 16 words of four bits
 WORDS = 16  # the least depth of a product of tensor cores
 # How a weight is stored: PLAIN 16 bits, BYTES int8 or e4m3, INT4 8 is zero, FP4 e2m1, TABLE.
 PLAIN, BYTES, INT4, FP4, TABLE = range(5)
-# Of so many rows codes are on the side that tensor cores take from registers: never, until that form
-# has run on a device (64 is what it is for; docs/log/quantization.md).
+# Of so many rows codes are on the side that tensor cores take from registers: never, until that
+# form has run on a device (64 is what it is for; docs/log/quantization.md).
 SWAPPED_ROWS = tl.constexpr(1 << 30)
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped": 2}  # `activate`
 
