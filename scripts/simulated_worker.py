@@ -78,6 +78,7 @@ class SimulatedWorker:
     runs_on_host = False
     num_pending_graphs = 0
     adapters = None
+    group = None
     backend_name = "none"
     num_graphs = 0
     step_s = 0.0

@@ -14,6 +14,7 @@ import torch
 
 from asyncllm import AsyncLLMEngine, EngineArgs, SamplingParams, StructuredOutputsParams
 from asyncllm.attention.cache_spec import CacheLayout
+from asyncllm.attention.state_cache import StateLayout
 from asyncllm.errors import ModelLoadError
 from asyncllm.models.parallel.mesh import Alone
 from asyncllm.models.registry import settle
@@ -121,9 +122,10 @@ def test_pages_are_those_of_the_rank_with_the_least() -> None:
     config, model = settle(config)
     layout = CacheLayout(model.attention_layers, config.block_size, torch.float32)
     cpu = torch.device("cpu")
-    alone = plan_memory(model, config, layout, cpu, Alone())
+    sizes = layout, StateLayout(model.state_layers), cpu
+    alone = plan_memory(model, config, *sizes, Alone())
     assert alone.num_pages == SMALL["num_gpu_blocks_override"] and alone.num_host_pages > 30
-    plan = plan_memory(model, config, layout, cpu, Beside())
+    plan = plan_memory(model, config, *sizes, Beside())
     assert (plan.num_pages, plan.num_host_pages, plan.max_model_len) == (30, 30, 120)
 
 
@@ -155,7 +157,7 @@ def test_two_engines_of_ranks_in_one_program() -> None:
         ),
         ({"tensor_parallel_size": 9, "pipeline_parallel_size": 9}, "is over 64"),
         ({"enable_expert_parallel": True}, "needs a tensor_parallel_size above 1"),
-        ({"tensor_parallel_size": 2, "distributed_timeout_seconds": 0}, "must be positive, got 0"),
+        ({"tensor_parallel_size": 2, "distributed_timeout_seconds": 0}, "must be above 0, got 0"),
     ],
 )
 def test_what_cannot_be_divided_starts_no_process(args: dict[str, Any], complaint: str) -> None:

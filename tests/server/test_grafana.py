@@ -80,6 +80,7 @@ def test_every_query_against_a_live_server() -> None:
         families = {re.sub("_(bucket|count|sum)$", "", name) for name in not_drawn} - drawn
         assert families == {
             "asyncllm:cache_config_info",  # constants
+            "asyncllm:engine_up",  # /health says it, too
             "asyncllm:num_preemptions_total",  # by mode
             "asyncllm:num_requests_swapped", "asyncllm:num_requests_waiting",  # by reason
             "asyncllm:prompt_tokens_total", "asyncllm:prompt_tokens_cached_total",  # by source
