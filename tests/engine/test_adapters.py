@@ -189,12 +189,14 @@ class OneSlot:
     async def begin(self) -> asyncio.Future[Any]:
         await self.engine.start()
         running = asyncio.ensure_future(self.engine.generate("A", LONG, lora_request=self.loras[0]))
-        await until(lambda: self.engine.lora_activity()[0] == ["one"])
+        await until(lambda: self.engine.stats().num_running == 1 or running.done())
+        assert self.engine.lora_activity()[0] == ["one"]
         return running
 
     async def wait(self) -> asyncio.Future[Any]:
         waiting = asyncio.ensure_future(self.engine.generate("B", LONG, lora_request=self.loras[1]))
-        await until(lambda: self.engine.lora_activity()[1] == ["two"])
+        await until(lambda: self.engine.lora_activity()[1] == ["two"] or waiting.done())
+        assert not waiting.done(), waiting
         return waiting
 
 
