@@ -18,7 +18,6 @@ from asyncllm.sampling_limits import shown
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from asyncllm.config import EngineArgs
     from asyncllm.model_config import ModelConfig
 
 MAX_RANKS = 64
@@ -120,7 +119,8 @@ def resolve_data_parallel_backend(name: str, size: int, device: str) -> str:
     return "mp" if device == "cuda" or num_cores() > size else "uni"
 
 
-def resolve_mesh(args: EngineArgs, device: str) -> MeshConfig:
+def resolve_mesh(args: Any, device: str) -> MeshConfig:
+    """args: `EngineArgs`."""
     tp, pp = args.tensor_parallel_size, args.pipeline_parallel_size
     named = f"tensor_parallel_size {tp} times pipeline_parallel_size {pp}"
     if args.enable_expert_parallel and tp == 1:
@@ -137,7 +137,8 @@ def resolve_mesh(args: EngineArgs, device: str) -> MeshConfig:
     return MeshConfig(tp, by_expert=args.enable_expert_parallel, pp=pp)
 
 
-def resolve_cluster(args: EngineArgs, mesh: MeshConfig) -> ClusterConfig:
+def resolve_cluster(args: Any, mesh: MeshConfig) -> ClusterConfig:
+    """args: `EngineArgs`."""
     backend, nnodes = args.distributed_executor_backend, args.nnodes
     if backend == "uni" and mesh.size > 1:
         raise ValueError(f"distributed_executor_backend uni is for one rank, not {mesh.size}")

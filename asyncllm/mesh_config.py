@@ -32,6 +32,15 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RankStats:
+    """How a rank fares, as rank 0 sees it."""
+
+    rank: int
+    is_up: bool = True
+    lag_seconds: float = 0.0  # for which it has not answered, or has kept the others waiting
+
+
+@dataclass(frozen=True, slots=True)
 class MeshConfig:
     """tp: ranks that divide every layer. by_expert: they divide experts by number, not by size.
     pp: stages, which divide the layers."""

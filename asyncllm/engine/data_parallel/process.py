@@ -116,7 +116,7 @@ class EngineServer:
             self.connection.send(
                 wire.Beat(
                     engine.health(), engine.stats(), replica.picture(pages_per_cell),
-                    pages_per_cell, running, waiting, totals,
+                    pages_per_cell, running, waiting, totals, list(replica.ranks()),
                 )
             )  # fmt: skip
             await asyncio.sleep(BEAT_SECONDS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
 from asyncllm.errors import EngineDeadError, InvalidRequestError
+from asyncllm.mesh_config import RankStats
 from asyncllm.worker.work_counts import WorkCounts
 
 logger = logging.getLogger("asyncllm")
@@ -234,6 +236,13 @@ class RemoteCore:
         if self._down is not None or self._beat is None:
             return self._down
         return self._beat.health
+
+    def ranks(self) -> list[RankStats]:
+        """Of the last beat."""
+        if self._beat is not None:
+            return self._beat.ranks
+        sizes = self._args["tensor_parallel_size"], self._args["pipeline_parallel_size"]
+        return [RankStats(rank, is_up=False) for rank in range(math.prod(sizes))]
 
     def stats(self) -> SchedulerStats:
         return self._stats

@@ -30,6 +30,7 @@ from asyncllm.errors import (
     RequestFailedError,
 )
 from asyncllm.lora import LoRARequest
+from asyncllm.mesh_config import RankStats
 from asyncllm.outputs import CompletionOutput, Logprob, RequestMetrics
 from asyncllm.sampling_params import RequestOutputKind, SamplingParams
 from asyncllm.step_plan import StepKind
@@ -212,6 +213,7 @@ class Beat(Message):
     running: list[str]  # adapters
     waiting: list[str]
     totals: dict[str, Any]
+    ranks: list[RankStats]
 
 
 class Done(Message):

@@ -1,7 +1,7 @@
 """Rank 0's side of the other ranks: it starts them, tells them each step, and notices who is lost.
 
     event loop        send_step, send_command: in the order of rank 0's own launches
-    asyncllm-ranks    the sockets; starts the ranks; asks each rank twice a second how far it is
+    asyncllm-ranks    the sockets; starts the ranks; asks each rank now and then how far it is
 
 A rank is lost when its process or its connection ends, when it says that it failed, when it does
 not answer, or when it has work and gets no further, each for `distributed_timeout_seconds`. One
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from asyncllm.config import EngineConfig
+from asyncllm.mesh_config import RankStats
 from asyncllm.models.parallel.collectives import CollectiveMesh, open_store
 from asyncllm.models.parallel.mesh import Mesh
 from asyncllm.worker.packed_step import PackedStep
@@ -42,6 +43,8 @@ from asyncllm.worker.ranks.messages import (
 from asyncllm.worker.ranks.processes import ChildRanks, Ranks
 
 logger = logging.getLogger("asyncllm")
+
+QUESTIONS = 8  # to each rank in `distributed_timeout_seconds`: how far it is
 
 
 class RankLostError(RuntimeError):
@@ -78,6 +81,7 @@ class WorkerGroup:
         self._failing = threading.Lock()
         self._asked = 0.0
         self.failure: str | None = None
+        self._lost_rank: int | None = None
         self._on_failure: Callable[[str], object] = lambda reason: None
         listener = listen(config.cluster.address, 0)
         self._address = listener.getsockname()[:2]
@@ -112,6 +116,25 @@ class WorkerGroup:
         self._on_failure = tell
         if self.failure is not None:
             tell(self.failure)
+
+    def stats(self) -> list[RankStats]:
+        """Of the ranks beyond the first. For any thread."""
+        now, every = time.monotonic(), self._timeout / QUESTIONS
+        late = self._late(now)
+        slowest = min((self._progress[rank].num_calls for rank in late), default=0)
+        lags = {
+            rank: waited - every
+            for rank, waited in late.items()
+            if self._progress[rank].num_calls == slowest  # the others wait for it
+        }
+        for peer in self._thread.peers:
+            if self._progress[peer.rank].ready.done():
+                silent = now - peer.last_heard - every
+                lags[peer.rank] = max(silent, lags.get(peer.rank, 0.0))
+        return [
+            RankStats(rank, rank != self._lost_rank, max(lags.get(rank, 0.0), 0.0))
+            for rank in self._progress
+        ]
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -219,7 +242,7 @@ class WorkerGroup:
 
     def _tick(self) -> None:
         now = time.monotonic()
-        if now - self._asked < self._timeout / 8 or self.failure is not None:
+        if now - self._asked < self._timeout / QUESTIONS or self.failure is not None:
             return
         self._asked = now
         self._thread.send(encode(Kind.PING))
@@ -229,21 +252,25 @@ class WorkerGroup:
                 continue  # it loads: no answer is owed
             if now - peer.last_heard > self._timeout:
                 self._fail(peer.rank, f"it has not answered for {self._timeout:g} s")
-        waits = [
-            rank
-            for rank, each in self._progress.items()
-            if each.ready.done() and each.num_done < self._num_sent
-            and now - each.moved > self._timeout
-        ]  # fmt: skip
+        waits = [rank for rank, waited in self._late(now).items() if waited > self._timeout]
         if waits and self.failure is None:
             slowest = min(waits, key=lambda rank: self._progress[rank].num_calls)
             self._fail(slowest, f"it gets no further with its work for {self._timeout:g} s")
+
+    def _late(self, now: float) -> dict[int, float]:
+        """The ranks with work, and for how long each has got no further."""
+        return {
+            rank: now - each.moved
+            for rank, each in self._progress.items()
+            if each.ready.done() and each.num_done < self._num_sent
+        }
 
     def _fail(self, rank: int | None, reason: str) -> None:
         with self._failing:
             if self.failure is not None:
                 return
             who = "the ranks" if rank is None else f"rank {rank}"
+            self._lost_rank = rank
             self.failure = f"{who} of {self._config.mesh.size} failed: {reason}"
         lost = RankLostError(self.failure)
         for progress in self._progress.values():

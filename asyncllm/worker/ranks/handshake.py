@@ -20,7 +20,7 @@ import socket
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
@@ -41,8 +41,6 @@ OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 25_000),
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
 )
-
-M = TypeVar("M", bound=msgspec.Struct)
 
 
 class HandshakeError(ConnectionError):
@@ -93,13 +91,13 @@ async def join(connected: socket.socket, secret: bytes, rank: int | None) -> int
     """The rank that this process is. Raises `HandshakeError`, `OSError`, `TimeoutError`."""
     _set_up(connected)
     async with asyncio.timeout(HANDSHAKE_SECONDS):
-        challenge = await _receive(connected, Challenge)
+        challenge: Challenge = await _receive(connected, Challenge)
         if challenge.version != VERSION:
             raise HandshakeError(f"rank 0 has asyncllm {challenge.version}, this is {VERSION}")
         nonce = secrets.token_bytes(NONCE_BYTES)
         said = challenge.nonce, nonce, VERSION, rank
         await _send(connected, Hello(VERSION, nonce, rank, prove(secret, "joiner", *said)))
-        answer = await _receive(connected, Welcome | Refused)
+        answer: Welcome | Refused = await _receive(connected, Welcome | Refused)
         if isinstance(answer, Refused):
             raise HandshakeError(f"rank 0 refuses: {answer.why}")
         expected = prove(secret, "rank 0", *said, answer.rank)
@@ -117,7 +115,7 @@ async def admit(
     async with asyncio.timeout(HANDSHAKE_SECONDS):
         nonce = secrets.token_bytes(NONCE_BYTES)
         await _send(connected, Challenge(VERSION, nonce))
-        hello = await _receive(connected, Hello)
+        hello: Hello = await _receive(connected, Hello)
         said = nonce, hello.nonce, hello.version, hello.rank
         try:
             if hello.version != VERSION:
@@ -143,14 +141,13 @@ async def _send(connected: socket.socket, message: msgspec.Struct) -> None:
     await loop.sock_sendall(connected, frame(msgspec.msgpack.encode(message)))
 
 
-async def _receive(connected: socket.socket, kind: type[M] | Any) -> M:
+async def _receive(connected: socket.socket, kind: Any) -> Any:
     """One message, and not a byte behind it."""
     (size,) = LENGTH.unpack(await _exactly(connected, LENGTH.size))
     if size > MAX_MESSAGE_BYTES:
         raise HandshakeError(f"a message of {size} bytes is over {MAX_MESSAGE_BYTES}")
     try:
-        found: M = msgspec.msgpack.decode(await _exactly(connected, size), type=kind)
-        return found
+        return msgspec.msgpack.decode(await _exactly(connected, size), type=kind)
     except msgspec.MsgspecError as error:
         raise HandshakeError(f"it sent what is no message: {error}") from error
 
