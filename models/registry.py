@@ -75,7 +75,7 @@ def build_model(
 
     Raises `ModelLoadError` naming config.json and the architecture or key that is not supported.
     """
-    methods = select_methods(model_config, dtype, device, ops)
+    methods = select_methods(model_config, dtype, device, ops, mesh.config)
     build = Build(
         *(dtype, device, ops, methods.linear, max_model_len, lora, keeps_latents, mesh),
         quantized_experts=methods.experts,
