@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from transformers import PretrainedConfig
 
 from asyncllm.errors import ModelLoadError
 from asyncllm.mesh_config import MeshConfig
-from asyncllm.model_config import ModelConfig, Quantization
+from asyncllm.model_config import ModelConfig, ModelImplementation, Quantization
 from asyncllm.models.base import CausalLM
 from asyncllm.models.layers.experts_method import own_experts
 from asyncllm.models.layers.ops import Routed
@@ -28,16 +30,24 @@ NUM_TOKENS = 24
 WITH_EXPERTS = [name for name, config in CONFIGS.items() if "experts" in str(config.to_dict())]
 
 
-def build(folder: Path, mesh: Mesh, quantization: Quantization | None = None) -> CausalLM:
-    config = replace(ModelConfig.from_folder(folder), quantization=quantization)
-    return build_model(config, torch.float32, CPU, TorchOps(), WINDOW, mesh=mesh)
+ONE_BUILDS = threading.Lock()  # ranks here are threads, transformers' models are built by one
 
 
-def logits_of(
-    folder: Path, mesh: Mesh, token_ids: torch.Tensor, quantization: Quantization | None = None
-) -> torch.Tensor:
+def build(
+    folder: Path,
+    mesh: Mesh,
+    quantization: Quantization | None = None,
+    implementation: ModelImplementation = "auto",
+) -> CausalLM:
+    found = ModelConfig.from_folder(folder, implementation)
+    config = replace(found, quantization=quantization)
+    with ONE_BUILDS:
+        return build_model(config, torch.float32, CPU, TorchOps(), WINDOW, mesh=mesh)
+
+
+def logits_of(folder: Path, mesh: Mesh, token_ids: torch.Tensor, **how: Any) -> torch.Tensor:
     """In two chunks and single tokens."""
-    model = build(folder, mesh, quantization)
+    model = build(folder, mesh, **how)
     load_weights(model, folder, "auto", seed=0, progress=False)
     sequence = DenseSequence(model, num_prompt_tokens=20)
     pieces = [token_ids[:13], token_ids[13:20], *token_ids[20:].split(1)]
@@ -49,14 +59,15 @@ def expect_equal(
     num_ranks: int,
     by_expert: bool = False,
     num_stages: int = 1,
-    quantization: Quantization | None = None,
+    **how: Any,
 ) -> None:
+    """how: as `build`."""
     token_ids = torch.arange(NUM_TOKENS) * 41 % VOCAB_SIZE
     with torch.inference_mode():
-        expected = logits_of(folder, Alone(), token_ids, quantization)
+        expected = logits_of(folder, Alone(), token_ids, **how)
 
     def on_rank(mesh: ThreadMesh) -> torch.Tensor:
-        return logits_of(folder, mesh, token_ids, quantization)
+        return logits_of(folder, mesh, token_ids, **how)
 
     of_ranks = on_ranks(num_ranks, on_rank, by_expert, num_stages)
     for logits in of_ranks[:num_ranks]:  # the first stage's
