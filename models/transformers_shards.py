@@ -184,7 +184,7 @@ class _Plan:
         if is_row:
             module.in_features = own
             if module.bias is not None and self._mesh.place > 0:
-                module.bias = None
+                module._parameters["bias"] = None
                 self._shards.elsewhere.add(f"{name}.bias")
         else:
             module.out_features = own

@@ -198,7 +198,7 @@ class QuantizedExpertsMethod:
                 yield self._bias_load(load, product, own[product], weights)
 
     def _bias_load(self, load: Load, product: str, own: OwnRows, weights: Weights) -> Load:
-        read, place = own.among(load.view.storage_offset(), load.view.numel())
+        read, place = own.among(int(load.view.storage_offset()), load.view.numel())
         if f"{product}.bias" not in weights or not len(read):
             file_shape = load.file_shape or tuple(load.view.shape)
             return self._unread(load.name, file_shape, load.view.dtype)
@@ -217,8 +217,9 @@ class QuantizedExpertsMethod:
         self, load: Load, product: str, own: OwnRows, weights: Weights
     ) -> Iterator[Load]:
         columns = load.view.shape[-1]
-        first, num_rows = load.view.storage_offset() // columns, load.view.numel() // columns
-        sources, of_file = self._sources(load, num_rows, columns), ()
+        first, num_rows = int(load.view.storage_offset()) // columns, load.view.numel() // columns
+        sources = self._sources(load, num_rows, columns)
+        of_file: tuple[slice, ...] = ()
         if load.view.dim() == 3 and not own.is_whole:
             each = load.view.shape[1]
             first, num_rows = own.experts.start * each, len(own.experts) * each
