@@ -291,7 +291,7 @@ class AsyncLLMEngine:
         return core
 
     def _has_a_loop(self) -> bool:
-        """Whether it starts, runs or closes: all three are one loop's, whose futures hang others."""
+        """Whether it starts, runs or closes: on another loop its futures would never be done."""
         return self._core is not None or self._starting.locked()
 
     def _check_loop(self) -> None:
