@@ -12,6 +12,7 @@ from asyncllm.attention.base import PrefillRows
 from asyncllm.config import EngineArgs
 from asyncllm.frames import LENGTH, MAX_FRAME_BYTES, Frames, frame
 from asyncllm.mesh_config import MeshConfig
+from asyncllm.step_plan import StateMoves
 from asyncllm.worker.packed_step import (
     Feature,
     PackedStep,
@@ -46,10 +47,13 @@ MIXED = PackedStep(
     int32(3, 4),
     tokens=np.arange(20, dtype=np.int32).reshape(4, 5),
     samples=np.arange(6, dtype=np.int32).reshape(3, 2),
-    prefills=PrefillRows(int32(0, 5), int32(5), int32(0, 2), int32(6, 7)[None]),
+    prefills=PrefillRows(
+        int32(0, 5), int32(5), int32(0, 2), int32(6, 7)[None], int32(4), int32(0, 4, 9)[None]
+    ),
     swap_out=((1, 2), (3, 4)),
     page_copies=((5, 6),),
     swap_in=((7, 8),),
+    states=StateMoves(((1, 2),), ((3, 4), (5, 6)), ((7, 8),), ((9, 1),)),
     changes=SlotChanges(np.ones((2, 13), np.int32), None),
     features=Feature.MASK | Feature.LOGPROBS,
     extras=SamplingExtras(prompt_targets=int32(1, 2, 3)),
@@ -69,7 +73,7 @@ def test_a_step_arrives_as_it_was(step: PackedStep) -> None:
 
 def test_no_field_of_a_step_is_forgotten() -> None:
     """A new one is to be set in MIXED, and then to travel."""
-    only_rank_0 = {"num_top_logprobs", "states"}  # recurrent models run on one rank
+    only_rank_0 = {"num_top_logprobs"}
     for name, default in PackedStep._field_defaults.items():
         is_set = getattr(MIXED, name) is not default or getattr(DECODES, name) is not default
         assert is_set or name in only_rank_0, name

@@ -21,6 +21,7 @@ from asyncllm.frames import frame
 from asyncllm.generation_config import GenerationDefaults
 from asyncllm.mesh_config import ClusterConfig, MeshConfig
 from asyncllm.model_config import ModelConfig
+from asyncllm.step_plan import StateMoves
 from asyncllm.worker.packed_step import (
     NO_CHANGES,
     NO_EXTRAS,
@@ -107,7 +108,7 @@ def step_content(step: PackedStep) -> Message:
         step.decode_positions,
         step.sampled_slots,
         (step.tokens, step.samples, *_columns(prefills)) if step.has_prompts else None,
-        (step.swap_out, step.page_copies, step.swap_in),
+        (step.swap_out, step.page_copies, step.swap_in, *step.states),
         None if step.changes is NO_CHANGES else (step.changes.records, step.changes.entries),
         step.features,
         step.extras.prompt_targets,
@@ -118,7 +119,7 @@ def step_content(step: PackedStep) -> Message:
 
 
 def _columns(prefills: PrefillRows) -> tuple[np.ndarray, ...]:
-    return prefills.query_indptr, prefills.kv_lens, prefills.page_indptr, prefills.pages
+    return tuple(getattr(prefills, column.name) for column in fields(PrefillRows))
 
 
 def decode_step(content: list[Any]) -> PackedStep:
@@ -130,7 +131,7 @@ def decode_step(content: list[Any]) -> PackedStep:
     if prompts is not None:
         tokens, samples, *columns = map(_array, prompts)
         step = step._replace(tokens=tokens, samples=samples, prefills=PrefillRows(*columns))
-    swap_out, page_copies, swap_in = (tuple(map(tuple, pairs)) for pairs in moves)
+    swap_out, page_copies, swap_in, *states = (tuple(map(tuple, pairs)) for pairs in moves)
     needs_host, adapters = flags
     extras: SamplingExtras[np.ndarray] = NO_EXTRAS
     if targets is not None:
@@ -139,6 +140,7 @@ def decode_step(content: list[Any]) -> PackedStep:
         swap_out=swap_out,
         page_copies=page_copies,
         swap_in=swap_in,
+        states=StateMoves(*states),
         changes=NO_CHANGES if changes is None else SlotChanges(*map(_array_or_none, changes)),
         features=features,
         extras=extras,
