@@ -51,7 +51,7 @@ MAX_NUM_SEQS = 256
 MAX_BATCHED_TOKENS = 8192
 START_S = PLAN_S + LAUNCH_S["prefill"]  # from an arrival at an idle engine until it computes
 ANSWER_TOKEN = 7
-ENDED_KEPT = 512  # of the last requests, whose times others take
+ENDED_KEPT = 64  # of the last requests, whose times others take: few, as load grows
 FIRST_TIMES = (0.03, 0.008)  # TTFT and TPOT before one has ended, s
 
 

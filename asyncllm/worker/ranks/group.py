@@ -44,7 +44,6 @@ from asyncllm.worker.ranks.processes import ChildRanks, Ranks
 
 logger = logging.getLogger("asyncllm")
 
-LOOPBACK = "127.0.0.1"
 QUESTIONS = 8  # to each rank in `distributed_timeout_seconds`: how far it is
 
 
@@ -290,11 +289,10 @@ def find_ranks(config: EngineConfig, is_cancelled: Callable[[], bool]) -> list[R
     Raises `OSError`, `ValueError`."""
     mesh, cluster = config.mesh, config.cluster
     if cluster.backend == "ray":
-        # An extra's library is behind this import.
-        from asyncllm.worker.ranks.ray_ranks import RayRanks
+        from asyncllm.worker.ranks.ray_ranks import RayRanks  # an extra's library is behind it
 
         return [RayRanks(config, range(1, mesh.size), cluster.address, is_cancelled)]
-    host = cluster.address or LOOPBACK
+    host = cluster.address or "127.0.0.1"
     num_own = mesh.size // cluster.nnodes
     found: list[Ranks] = []
     if num_own < mesh.size:
