@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from asyncllm.attention.backend import AttentionBackend
 from asyncllm.attention.base import (
     AttendRows,
-    AttentionBackend,
     DecodeRows,
     PrefillRows,
     no_recurrence,

@@ -125,7 +125,7 @@ class TokenAttention:
 
         def attend(layer: AttentionLayer) -> None:
             each = DecodeRows((tables,), positions)
-            out.copy_(self._attention._attend_decodes(layer, q, each))
+            self._attention.attend_decodes(each)(layer, q, out)
 
         return attend
 
