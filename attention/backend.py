@@ -1,4 +1,4 @@
-"""What every attention backend does alike: rows of one token first, then those of prompts.
+"""The common part of attention backends: rows of one token first, then those of prompts.
 
 A backend says how heads are rotated and written, how rows of one token attend, and how prompts do.
 The runner calls `decode` where all of a step's rows have one token; else `write` and the result of

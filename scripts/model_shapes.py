@@ -230,8 +230,8 @@ def write_shape(shape: Config, folder: Path) -> Path:
 
 
 def bytes_of_step(folder: Path, rows: int, context: int) -> float:
-    """What a decode step of `rows` rows must read: weights once, of the experts those that random
-    tokens touch, all rows' keys, values and states. The embedding is read by rows."""
+    """Bytes that a decode step of `rows` rows must read: weights once, of the experts those that
+    random tokens touch, all rows' keys, values and states. The embedding is read by rows."""
     args = EngineArgs(str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16")
     _, model = settle(args.create_engine_config())
     source = json.loads((folder / "config.json").read_text())

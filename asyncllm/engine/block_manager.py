@@ -74,9 +74,8 @@ class BlockManager:
         return sum(end - held.first for held in self._tables[seq.seq_id].groups)
 
     def can_swap_out(self, seq: Sequence) -> bool:
-        if self.states is not None and not self.states.host.num_free:
-            return False
-        return self.num_pages_to_swap(seq) <= self.host.num_free
+        has_row = self.states is None or self.states.host.num_free > 0
+        return has_row and self.num_pages_to_swap(seq) <= self.host.num_free
 
     def num_uncached_tokens(self, seq: Sequence) -> int:
         """Tokens that a recomputation would have to compute, if nothing is evicted meanwhile."""

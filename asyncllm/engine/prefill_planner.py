@@ -170,7 +170,7 @@ class PrefillPlanner:
             sampled.num_in_flight += 1
 
     def _restore_state(self, seq: Sequence, draft: StepDraft) -> None:
-        """What recurrent layers of an admitted sequence go on from."""
+        """Have recurrent layers of an admitted sequence go on from its state."""
         states = self._blocks.states
         if states is None:
             return

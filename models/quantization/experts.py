@@ -90,7 +90,7 @@ def _layer(load: Load) -> str:
 
 
 def _checked_only(source: Source) -> Source:
-    """What is not used is read for the sake of its checks."""
+    """Read what is not used, for the sake of its checks."""
     convert = source.convert
     assert convert is not None
 
@@ -160,7 +160,7 @@ class QuantizedExpertsMethod:
                 yield source_load(_layer(load), source, views, self.device)
 
     def _width(self, field: str, columns: int) -> int:
-        """Of what a file fills in memory."""
+        """The columns in memory of a weight, or of its scales, that a file fills."""
         scheme = self.scheme
         return columns * scheme.bits // 8 if field == "weight" else scheme.num_groups(columns)
 

@@ -137,7 +137,7 @@ class QuantizedLinearMethod:
             )
 
     def _shard(self, source: Source, shape: LinearShape, name: str) -> Source:
-        """What a rank has of what a whole tensor becomes: the layout of words is the reader's."""
+        """Take a rank's share of what a whole tensor becomes: words lie as the reader says."""
         scheme, columns, ranges = self.scheme, shape.shard.columns, shape.rows(name)
 
         def cut(field: str, tensor: torch.Tensor) -> torch.Tensor:

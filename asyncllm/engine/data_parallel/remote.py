@@ -362,7 +362,7 @@ class RemoteCore:
         return self._stats
 
     def picture(self, pages_per_cell: int) -> str:
-        """Of the last beat: its cells that are next to the ones asked for."""
+        """The last beat's picture: of its cells those next to the ones asked for."""
         if self._beat is None:
             return ""
         cells, every = self._beat.picture, self._beat.pages_per_cell
