@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from asyncllm.cache_group import CacheGroup
 from asyncllm.engine.block_hashes import BlockHashes
-from asyncllm.engine.block_table import BlockTable, GroupPages, Wanted, block_names, hold
+from asyncllm.engine.block_table import BlockTable, GroupPages, block_names, hold
 from asyncllm.engine.page_pool import PagePool
 from asyncllm.engine.prefix_cache import PrefixCache
 from asyncllm.engine.state_pool import StatePool
@@ -103,14 +103,16 @@ class BlockManager:
                 table.num_found = self.prefixes.num_found(seq)
             for group in self._groups:
                 table.groups += [GroupPages(group.first_block(start) if start else 0)]
-        wanted = self._wanted(seq, table, len(seq.token_ids))
-        if self.device.num_left(wanted.names, wanted.num_pages) < num_spared:
+        hashes = self._hashes.known(seq)[: table.num_published]
+        end = self.num_blocks(len(seq.token_ids))
+        wanted, names, num_pages = table.wanted(self._groups, hashes, end)
+        if self.device.num_left(names, num_pages) < num_spared:
             return None
         self._tables[seq.seq_id] = table
         # New pages are published before they are filled: steps run in order, so no reader is early.
-        lists, new = hold(self.device, wanted)
+        lists, new = hold(self.device, wanted, names, num_pages)
         swap_in: list[tuple[int, int]] = []
-        for held, pages, (of_group, _) in zip(table.groups, lists, wanted.groups, strict=True):
+        for held, pages, (of_group, _) in zip(table.groups, lists, wanted, strict=True):
             assert not held.pages, f"sequence {seq.seq_id} owns pages already"
             held.pages = pages
             on_host = held.host_pages if swapped else map(self.host.find, of_group)
@@ -259,7 +261,9 @@ class BlockManager:
         """Move `seq` to host pages; the copies (device page, host page) that are needed."""
         self.trim(seq)  # its slot is gone
         table = self._tables[seq.seq_id]
-        lists, new = hold(self.host, self._wanted(seq, table, seq.num_computed))
+        hashes = self._hashes.known(seq)[: table.num_published]
+        wanted = table.wanted(self._groups, hashes, self.num_blocks(seq.num_computed))
+        lists, new = hold(self.host, *wanted)
         copies: list[tuple[int, int]] = []
         for held, host_pages in zip(table.groups, lists, strict=True):
             held.host_pages = host_pages
@@ -276,10 +280,6 @@ class BlockManager:
             self.states.forget_all()
         for table in self._tables.values():
             table.num_published, table.may_publish = 0, False
-
-    def _wanted(self, seq: Sequence, table: BlockTable, num_tokens: int) -> Wanted:
-        hashes = self._hashes.known(seq)[: table.num_published]
-        return table.wanted(self._groups, hashes, self.num_blocks(num_tokens))
 
     def check_integrity(self) -> None:
         """Assert that every page's count is the number of tables that hold it."""

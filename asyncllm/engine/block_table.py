@@ -10,10 +10,11 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import itemgetter
-from typing import NamedTuple
 
 from asyncllm.cache_group import CacheGroup
 from asyncllm.engine.page_pool import PagePool
+
+OfGroup = tuple[list[bytes], int]  # names of its published blocks, number of its pages
 
 
 @dataclass(slots=True)
@@ -29,14 +30,6 @@ class GroupPages:
         return self.first + len(self.pages)
 
 
-class Wanted(NamedTuple):
-    """The pages that blocks of a sequence take."""
-
-    groups: list[tuple[list[bytes], int]]  # names of those published, number of all
-    names: list[bytes]  # of all groups
-    num_pages: int
-
-
 @dataclass(slots=True)
 class BlockTable:
     """One sequence's pages."""
@@ -48,11 +41,13 @@ class BlockTable:
     num_found: int = 0  # blocks that had pages when it was admitted, with states or without
     num_saved: int = 0  # blocks before its own last snapshot
 
-    def wanted(self, groups: SequenceOf[CacheGroup], hashes: list[bytes], end: int) -> Wanted:
-        """The pages of the blocks before `end`; `hashes` of those published.
-
-        Without a call for each group: before a first prompt's step each counts."""
-        lists: list[tuple[list[bytes], int]] = []
+    def wanted(
+        self, groups: SequenceOf[CacheGroup], hashes: list[bytes], end: int
+    ) -> tuple[list[OfGroup], list[bytes], int]:
+        """By group the names of the blocks before `end` that are published, by their `hashes`, and
+        the number of all; then all names, and the number of pages. Without a call for each group:
+        before a first prompt's step each counts."""
+        lists: list[OfGroup] = []
         names: list[bytes] = []
         num_pages = 0
         for g, held in enumerate(self.groups):
@@ -62,7 +57,7 @@ class BlockTable:
             lists += [(of_group, count - held.first)]
             names += of_group
             num_pages += count - held.first
-        return Wanted(lists, names, num_pages)
+        return lists, names, num_pages
 
     def release_pages(self, pool: PagePool) -> None:
         _release(pool, [(held.first, held.pages) for held in self.groups])
@@ -80,15 +75,18 @@ def block_names(hashes: list[bytes], group: int) -> list[bytes]:
     return [block_hash + bytes((group,)) for block_hash in hashes] if group else hashes
 
 
-def hold(pool: PagePool, wanted: Wanted) -> tuple[list[list[int]], set[int]]:
-    """Hold what is wanted. Returns the pages by group, and all that are to be filled."""
-    pages, new = pool.hold(wanted.names, wanted.num_pages)
-    if not wanted.groups[1:]:
+def hold(
+    pool: PagePool, wanted: list[OfGroup], names: list[bytes], num_pages: int
+) -> tuple[list[list[int]], set[int]]:
+    """Hold what `BlockTable.wanted` lists. Returns the pages by group, and all that are to be
+    filled."""
+    pages, new = pool.hold(names, num_pages)
+    if not wanted[1:]:
         return [pages], new
-    named, rest = iter(pages), iter(pages[len(wanted.names) :])
+    named, rest = iter(pages), iter(pages[len(names) :])
     lists = [
         [*islice(named, len(of_group)), *islice(rest, count - len(of_group))]
-        for of_group, count in wanted.groups
+        for of_group, count in wanted
     ]
     return lists, new
 
