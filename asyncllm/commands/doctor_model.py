@@ -98,6 +98,7 @@ def _needs(config: Any, model: Any) -> Iterator[Finding]:
     else:
         total = memory_bytes()
         room = min(total * CPU_KV_SHARE, total - weights)
+    room = config.kv_cache_memory_bytes or room
     states = StateLayout(model.state_layers)
     num_snapshots = plan_snapshots(config, states, int(room))
     state_bytes = (config.num_slots + num_snapshots) * states.row_bytes

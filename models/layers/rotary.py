@@ -192,11 +192,6 @@ def build_rotary(
         raise _error(config, f"{rope_type}: {type(error).__name__}: {error}") from error
 
 
-def no_rotary(head_dim: int, build: Build) -> Rotary:
-    """For layers without positions: every angle is 0."""
-    return StaticRotary(torch.zeros(head_dim // 2), 1.0, head_dim, build)
-
-
 def _table(inv_freq: torch.Tensor, scaling: float, head_dim: int, build: Build) -> torch.Tensor:
     """Cosines and sines of all positions: float32 [max_model_len, head_dim]."""
     # Arithmetic on the meta device imports torch's compiler: seconds, and a thousand modules.
