@@ -13,6 +13,7 @@ from typing import Literal
 
 from asyncllm.engine.recorder import Histogram, Recorder
 from asyncllm.engine.stats import SchedulerStats
+from asyncllm.mesh_config import RankStats
 from asyncllm.worker.work_counts import WorkCounts
 
 Labels = Mapping[str, str]
@@ -27,6 +28,7 @@ class Source:
     work: WorkCounts
     loop_cpu_seconds: float
     is_up: int
+    ranks: Sequence[RankStats]
 
 
 Read = Callable[[Source], float]
