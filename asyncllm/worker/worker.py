@@ -119,7 +119,8 @@ class Worker:
         lora = None
         if config.enable_lora:
             add = select_add_lora(self.device)
-            lora = LoRALayers(config.max_loras, config.max_lora_rank, self._dtype, self.device, add)
+            sizes, whole = (config.max_loras, config.max_lora_rank), config.lora_modules_to_save
+            lora = LoRALayers(*sizes, self._dtype, self.device, add, whole)
         with self._phase("load"):
             model, loading = self._load_model(ops, lora, early, progress)
         with self._phase("profile"):
