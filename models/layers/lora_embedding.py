@@ -25,8 +25,7 @@ class LoRAEmbedding:
         scale: float,
     ) -> None:
         self._owner, self._name, self._scale = owner, name, scale
-        self._weight = weight[: tokens.stop - tokens.start]
-        self._rows = torch.arange(vocab_size)[tokens]
+        self._weight, self._tokens = weight, tokens
         size = weight.shape[1]
         self.shapes = [(vocab_size, owner.max_rank), (size, owner.max_rank)]
         if owner.has_whole(name):
@@ -38,8 +37,9 @@ class LoRAEmbedding:
     def places(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[str, Place]]:
         a, b, *whole = tensors
         is_whole, its = whole or (None, None)
-        its = None if its is None else its[: len(self._rows)]
-        weight = WeightPart((len(a), len(b)), self._rows, ALL, self._weight, its, is_whole)
+        rows = torch.arange(len(a))[self._tokens]
+        its = None if its is None else its[: len(rows)]
+        weight = WeightPart((len(a), len(b)), rows, ALL, self._weight, its, is_whole)
         yield self._name, Place(len(a), len(b), a.T, b, weight=weight)
 
     def replace(self, vectors: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -240,6 +240,12 @@ def test_two_ranks(case: str, tmp_path: Path) -> None:
         assert logprobs == pytest.approx(scores, abs=LOGPROB_TOLERANCE)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["ends", "linear"])
+def test_whole_weights_on_two_ranks(case: str, tmp_path: Path) -> None:
+    check_saved(SAVED[case], tmp_path, tensor_parallel_size=2)
+
+
 @pytest.mark.parametrize("target", ALL)
 @pytest.mark.parametrize("rank", [1, 7, 16, 64])
 def test_each_target_alone(target: str, rank: int, tmp_path: Path) -> None:
