@@ -119,8 +119,8 @@ class Worker:
         lora = None
         if config.enable_lora:
             add = select_add_lora(self.device)
-            sizes, whole = (config.max_loras, config.max_lora_rank), config.lora_modules_to_save
-            lora = LoRALayers(*sizes, self._dtype, self.device, add, whole)
+            room, whole = (config.max_loras, config.max_lora_rank), config.lora_modules_to_save
+            lora = LoRALayers(*room, self._dtype, self.device, add, whole)
         with self._phase("load"):
             model, loading = self._load_model(ops, lora, early, progress)
         with self._phase("profile"):
@@ -268,7 +268,7 @@ class Worker:
             lora.elsewhere = tuple(f"model.layers.{index}." for index in others)
         # One row, whose GEMMs are other kernels; weights may be missing.
         if config.mesh.size == 1:  # of several ranks a thread's calls would meet others of the mesh
-            early.begin(
+            early.begin_last(
                 lambda: model.compute_logits(forward_without_attention(model, 1, self.device))
             )
         definitions = persistent_decode.KERNEL.definitions(start_of(config, model, self.device))
@@ -277,7 +277,9 @@ class Worker:
         return model, loading
 
     def _warm_up(self, state: DeviceState, kernels: SlotKernels, early: KernelPrewarm) -> None:
-        """On the current stream, and in the threads of what else is to be compiled."""
+        """On the current stream, and in the threads of what else is to be compiled. What they have
+        begun is awaited: this thread would compile it a second time, and one after the other."""
+        early.settle()
         if isinstance(self._executor, StreamExecutor) and self._config.mesh.size == 1:
             slots = torch.zeros(1, dtype=torch.int32, device=self.device)  # the padding slot
             early.begin(partial(self.runner.decode_step, slots, 1), self._executor.stream)

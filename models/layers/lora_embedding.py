@@ -27,7 +27,8 @@ class LoRAEmbedding:
         self._owner, self._name, self._scale = owner, name, scale
         self._weight, self._tokens = weight, tokens
         size = weight.shape[1]
-        self.shapes = [(vocab_size, owner.max_rank), (size, owner.max_rank)]
+        low_rank = (vocab_size, owner.max_rank), (size, owner.max_rank)
+        self.shapes: list[tuple[int, ...]] = [*low_rank]
         if owner.has_whole(name):
             self.shapes += [(1,), tuple(weight.shape)]
 
