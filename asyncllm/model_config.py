@@ -29,6 +29,8 @@ BUILTIN_MODELS = {
 }
 
 ARCHITECTURES = (
+    "Cohere2ForCausalLM",
+    "CohereForCausalLM",
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
     "Gemma2ForCausalLM",

@@ -69,9 +69,9 @@ class HeadOrder:
         return (heads + self.entries()).flatten()
 
     def load(self, load: Load) -> Load:
-        """Of a weight of each entry."""
+        """Of a weight of each entry, the last dimension."""
         entries, then = self.entries(), load.transform or (lambda loaded: loaded)
-        return replace(load, transform=lambda loaded: then(loaded)[entries.to(loaded.device)])
+        return replace(load, transform=lambda loaded: then(loaded)[..., entries.to(loaded.device)])
 
 
 class Rotary(Protocol):
