@@ -14,7 +14,12 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 
 from asyncllm.attention.base import PrefillRows
 from asyncllm.attention.recurrence import run, step, tokens_of
-from asyncllm.attention.state_cache import StateCache, StateLayout, TorchStates
+from asyncllm.attention.state_cache import (
+    MAX_COPIED_BYTES,
+    StateCache,
+    StateLayout,
+    TorchStates,
+)
 from asyncllm.kernels.recurrent.records import (
     Convolution,
     DeltaRule,
@@ -148,13 +153,17 @@ def test_padding_rows_leave_zeros() -> None:
     assert not cache.layers[0].any()
 
 
-def test_moves() -> None:
+@pytest.mark.parametrize("most_bytes", [1, MAX_COPIED_BYTES])
+def test_moves(most_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncllm.attention.state_cache.MAX_COPIED_BYTES", most_bytes)
     layer = StateLayer(0, (2,), torch.float32)
     cache = StateCache(StateLayout([layer]), 5, CPU, host_rows=1)
     states = cache.layers[0]
     states[1:] = torch.arange(1.0, 5)[:, None]
     cache.before_step(StateMoves(swap_out=((1, 0),), restore=((4, 1), (0, 3))))
     assert states[:, 0].tolist() == [0, 4, 2, 0, 4]
+    cache.before_step(StateMoves(save=((1, 4), (2, 3)), restore=((0, 1), (3, 2))))
+    assert states[:, 0].tolist() == [0, 0, 2, 2, 4]
     cache.before_step(StateMoves(swap_in=((0, 2),)))
     cache.after_step(StateMoves(fork=((2, 3),)))
-    assert states[:, 0].tolist() == [0, 4, 1, 1, 4]
+    assert states[:, 0].tolist() == [0, 0, 1, 1, 4]
