@@ -13,7 +13,7 @@ from transformers.models.mamba2.modeling_mamba2 import causal_conv1d_fn, mamba2_
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from asyncllm.attention.base import PrefillRows
-from asyncllm.attention.recurrence import run, step, tokens_of
+from asyncllm.attention.recurrence import CHUNK, run, run_by_token, step, tokens_of
 from asyncllm.attention.state_cache import (
     MAX_COPIED_BYTES,
     StateCache,
@@ -32,6 +32,7 @@ from asyncllm.step_plan import StateMoves
 CPU = torch.device("cpu")
 NUM_TOKENS = 11
 HEADS, DIM, STATE = 4, 6, 5
+LONG = 3 * CHUNK + 5  # tokens
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -100,6 +101,37 @@ def test_equal_to_transformers() -> None:
     ours = run(rule, zeros(rule))
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(ours[1], state[0], rtol=1e-4, atol=1e-5)
+
+
+def long_scan(scale: float) -> SelectiveScan:
+    """Its decays' logarithms of about -`scale`."""
+    x, dt = randn(LONG, HEADS, DIM), randn(LONG, HEADS).exp()
+    b, c = randn(LONG, 2, STATE), randn(LONG, 2, STATE).flip(0)
+    return SelectiveScan(x, dt, -scale * randn(HEADS).exp(), b, c, randn(HEADS))
+
+
+def long_rule(scale: float, same_key: bool) -> DeltaRule:
+    """same_key: all tokens want the same place, which makes the system as coupled as it can be."""
+    q, k = (x / x.norm(dim=-1, keepdim=True) for x in randn(2, LONG, 2, STATE))
+    if same_key:
+        k = k[:1].expand_as(k)
+    g, beta = -scale * randn(LONG, HEADS).exp(), (3 * randn(LONG, HEADS)).sigmoid()
+    return DeltaRule(q, k, randn(LONG, HEADS, DIM), g, beta)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 1e4, float("inf")])
+@pytest.mark.parametrize("kind", ["scan", "rule", "coupled rule"])
+def test_chunks_are_what_token_by_token_is(kind: str, scale: float) -> None:
+    inputs = long_scan(scale) if kind == "scan" else long_rule(scale, kind == "coupled rule")
+    start = randn(*inputs.state_shape)
+    for num_tokens in (1, CHUNK - 1, CHUNK, LONG):
+        some = tokens_of(inputs, slice(num_tokens))
+        (out, end), (by_token, state) = run(some, start), run_by_token(some, start)
+        torch.testing.assert_close(
+            out, by_token, rtol=1e-5, atol=1e-5 * float(by_token.abs().max())
+        )
+        torch.testing.assert_close(end, state, rtol=1e-5, atol=1e-5 * float(state.abs().max()))
+    assert not out.isnan().any() and torch.equal(start, randn(*inputs.state_shape))
 
 
 @pytest.mark.parametrize("make", ALL)
