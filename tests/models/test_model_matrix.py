@@ -21,7 +21,7 @@ from tests.script_module import import_script
 
 ROOT = Path(__file__).parents[2]
 matrix = import_script(ROOT / "scripts" / "model_matrix.py")
-TEXT = (ROOT / "docs" / "model_matrix.md").read_text()
+TEXT = (ROOT / "docs" / "model_matrix.md").read_text().partition("\n## ")[0]
 ROWS = {
     name: (served, reason)
     for name, served, reason in re.findall(r"^\| (\w+) \| (.*?) \| ?(.*?) ?\|$", TEXT, re.MULTILINE)
@@ -44,14 +44,18 @@ def test_every_class_is_listed() -> None:
 
 
 def test_rows_are_made_of_results() -> None:
-    text = matrix.markdown(
-        {
-            "BForCausalLM": ("refused", "architectures 'BForCausalLM' has x, which is not served"),
-            "AForCausalLM": ("by backend", "1e-06"),
-        }
-    )
+    served = "by backend", "1e-06"
+    refused = "refused", "architectures 'BForCausalLM' has x, which is not served"
+    results = matrix.Results("2", {"BForCausalLM": refused, "AForCausalLM": served})
+    text = matrix.markdown(results)
     rows = "| AForCausalLM | transformers' code |  |\n| BForCausalLM | - | refused: has x |\n"
     assert text.endswith(rows) and "1 refused, 1 transformers' code." in text
+    older = matrix.Results("1", {"BForCausalLM": ("native", "0")})
+    both = matrix.markdown(results, older)
+    assert "transformers 1, the oldest" in both
+    assert "Of its 1 classes: 1 native.\nIt does not have AForCausalLM.\nThese differ:" in both
+    assert both.partition("\n## ")[0].endswith(rows)
+    assert both.endswith("| --- | --- | --- |\n| BForCausalLM | native |  |\n")
 
 
 @pytest.mark.slow
