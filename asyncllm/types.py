@@ -154,10 +154,12 @@ class Sequence:
     forcer: TokenForcer | None = None  # only with a request that needs_host
     num_to_drop: int = 0
     num_accepted: int = 0
+    num_prompt_tokens: int = field(init=False)
     num_to_compute: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.num_to_compute = len(self.request.prompt_token_ids) + self.request.max_tokens - 1
+        self.num_prompt_tokens = len(self.request.prompt_token_ids)
+        self.num_to_compute = self.num_prompt_tokens + self.request.max_tokens - 1
 
     @property
     def needs_host(self) -> bool:
@@ -165,13 +167,9 @@ class Sequence:
         return self.constraint is not None or self.request.needs_host
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
-
-    @property
     def num_output_tokens(self) -> int:
         """Output tokens known on the host."""
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def owes_prompt_logprobs(self) -> bool:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.running_set import RunningSet
+from asyncllm.engine.state_pool import StatePool
 from asyncllm.engine.stats import SchedulerStats
 from asyncllm.engine.waiting_queue import WaitingQueue
 from asyncllm.step_plan import (
@@ -170,11 +171,8 @@ class PrefillPlanner:
             sampled.num_computed = end
             sampled.num_in_flight += 1
 
-    def _restore_state(self, seq: Sequence, draft: StepDraft) -> None:
-        """What recurrent layers of an admitted sequence go on from."""
-        states = self._blocks.states
-        if states is None:
-            return
+    def _restore_state(self, seq: Sequence, states: StatePool, draft: StepDraft) -> None:
+        """Plans what recurrent layers of an admitted sequence go on from."""
         host_row = states.leave_host(seq.seq_id)
         if host_row is not None:
             draft.states.swap_in.append((host_row, seq.slot))
@@ -239,7 +237,8 @@ class PrefillPlanner:
                 self._stats.prefix_cache_hits += num_cached
             seq.num_computed, seq.num_prefill = num_cached, len(seq.token_ids)
         self._take_slot(seq, draft)
-        self._restore_state(seq, draft)
+        if self._blocks.states is not None:
+            self._restore_state(seq, self._blocks.states, draft)
         if seq.num_computed < seq.num_prefill:
             self._prefill_chunk(seq, draft)
         else:

@@ -189,9 +189,10 @@ def test_chunks_of_several_tokens(path: str, more: dict[str, Any]) -> None:
     }
 
     async def test() -> None:
-        async with serving(stream_interval=3) as server, serving() as plain:
-            body = bodies[path] | more
+        body = bodies[path] | more
+        async with serving(stream_interval=3) as server:
             merged_events = await server.events(path, body)
+        async with serving() as plain:
             events = await plain.events(path, body)
         assert texts(events) == texts(merged_events)
         # 1, 3, 3, and the last one
