@@ -217,7 +217,6 @@ class is served up to the `max_model_len` of which it chooses all. Made by the s
 
 
 BESIDE = """
-
 ## transformers {version}
 
 Of its {number} classes: {counts}
