@@ -15,7 +15,8 @@ from asyncllm.models.supported import head_order, layer_windows
 def build_cohere(config: ModelConfig, build: Build) -> DenseDecoder:
     """Command R, R7B (which is Cohere 2), R+ (whose heads have norms), Aya."""
     hf, order = config.hf_config, head_order(config, interleaved=True)
-    rotary, windows = build_rotary(config, build, order), (None,) * config.num_layers
+    rotary = build_rotary(config, build, order)
+    windows: tuple[int | None, ...] = (None,) * config.num_layers
     rotaries, has_head_norms = (rotary,) * config.num_layers, False
     if hf.model_type == "cohere2":
         windows, unrotated = layer_windows(config), no_rotary(config.head_dim, build)
