@@ -11,6 +11,7 @@ import torch
 from asyncllm.attention.registry import resolve_backend
 from asyncllm.config import EngineConfig
 from asyncllm.errors import ModelLoadError, UnsupportedModelError
+from asyncllm.mesh_config import MeshConfig
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import CausalLM
 from asyncllm.models.cohere import build_cohere
@@ -78,17 +79,13 @@ def build_model(
 
     Raises `ModelLoadError` naming config.json and the architecture or key that is not supported.
     """
-    methods = select_methods(model_config, dtype, device, ops)
+    methods = select_methods(model_config, dtype, device, ops, mesh.config)
     build = Build(
         *(dtype, device, ops, methods.linear, max_model_len, lora, keeps_latents, mesh),
         quantized_experts=methods.experts,
     )
     if model_config.implementation == "transformers":
-        if mesh.config.size > 1:
-            raise ModelLoadError(
-                f"tensor_parallel_size {mesh.config.tp}, pipeline_parallel_size {mesh.config.pp}: "
-                f"{model_config.architecture} is run by transformers' code, which one rank runs"
-            )
+        _check_ranks(model_config, mesh.config)
         # All of the library's model code: seconds.
         from asyncllm.models.transformers_backend import TransformersModel
 
@@ -108,6 +105,19 @@ def build_model(
         if device.type == "cuda":
             logger.info("persistent decode is for models in 16 bits alone")
     return model
+
+
+def _check_ranks(model_config: ModelConfig, mesh: MeshConfig) -> None:
+    """Of transformers' code the plans of tensor parallel are served. Raises `ModelLoadError`."""
+    for flag, is_used in (
+        (f"pipeline_parallel_size {mesh.pp}", mesh.pp > 1),
+        ("enable_expert_parallel", mesh.by_expert),
+    ):
+        if is_used:
+            raise ModelLoadError(
+                f"{flag}: {model_config.architecture} is run by transformers' code, which ranks "
+                "share by tensor_parallel_size alone"
+            )
 
 
 def settle(config: EngineConfig) -> tuple[EngineConfig, CausalLM]:

@@ -43,6 +43,7 @@ from asyncllm.models.transformers_rope import (
     replace_angles,
     rotary_modules,
 )
+from asyncllm.models.transformers_shards import shard_by_plan
 from asyncllm.models.transformers_states import StateStep
 from asyncllm.models.transformers_trial import (
     TRIAL_TOKENS,
@@ -66,14 +67,17 @@ class TransformersModel:
         """Raises `ModelLoadError` where the class would not compute what it does by itself."""
         try:
             self._model = model = without_weights(config, build)
+            shards = shard_by_plan(model, build.mesh.config)
             rotaries = _step_rotaries(model, build.max_model_len)
             with noting_modules(model, TRIAL_TOKENS) as modules:
                 tried = try_on_meta(model, build.max_model_len)
             self._base, self._output = tried.base, tried.output
-            self._names = WeightNames(model, config.path)
+            self._names = WeightNames(model, config.path, shards.parameters)
+            self._names.leave_out(shards.elsewhere)
             self.left_out = tried.idle
             for name in tried.idle:
-                self._names.leave_out(name, model.get_submodule(name))
+                tower = model.get_submodule(name)
+                self._names.leave_out(f"{name}.{each}" for each in tower.state_dict())
                 model.set_submodule(name, nn.Identity())
             if tried.idle and build.device != META:
                 logger.info("serving text alone, without %s", ", ".join(tried.idle))
@@ -85,7 +89,7 @@ class TransformersModel:
                 fusion = _fuse(model, tried, shape, rotaries, build)
             allocate(model, build.device)
             if build.lora is not None:
-                adapt(modules, build.lora)
+                adapt(modules, build.lora, shards)
             head_norm = fusion.head_norm if fusion is not None else lambda call: None
             self._step = step = Step(tried.calls, shape, head_norm)
             self._states = StateStep(tried.states)
@@ -109,6 +113,7 @@ class TransformersModel:
         if fusion is not None:
             fusion.apply(step, build.ops)
         _let_give(self._base)
+        shards.mesh = build.mesh
         self._fusion = fusion
         self.attention_layers: list[AttentionLayer] = step.layers
         self.state_layers = self._states.layers

@@ -21,6 +21,7 @@ from asyncllm.models.layers.ops import Ops
 from asyncllm.models.transformers_attention import LAYER, AttentionCall, Step
 from asyncllm.models.transformers_layers import find_layers, replace_layers
 from asyncllm.models.transformers_modules import (
+    FUSED,
     ByNorm,
     GatedMLP,
     Product,
@@ -38,6 +39,7 @@ from asyncllm.models.transformers_proofs import (
     proves_norm,
 )
 from asyncllm.models.transformers_rope import StepRotary
+from asyncllm.models.transformers_shards import ON_RANK
 
 QKV_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 GATE_UP_NAMES = (("gate_proj", "up_proj"), ("gate_up_proj",))
@@ -113,9 +115,13 @@ class Fusion:
             fused = ProjectedAttention(plan.siblings, plan.out_proj, step, layer, plan.rotary, ops)
             replace_module(plan.call.module, fused)
         replace_layers(self.layers, ops)
-        for module in [m for m in self._model.modules() if type(m) is nn.Linear]:
-            if module.weight.dtype == self._dtype:
+        for module in [m for m in self._model.modules() if isinstance(m, nn.Linear)]:
+            if module.weight.dtype != self._dtype:
+                continue
+            if type(module) is nn.Linear:
                 replace_module(module, Product(module, ops))
+            elif hasattr(module, ON_RANK):
+                setattr(module, FUSED, Product(module, ops))
 
     def head_norm(self, call: AttentionCall) -> HeadNorm | None:
         for plan in self.attentions:

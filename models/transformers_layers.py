@@ -28,6 +28,7 @@ from asyncllm.models.transformers_modules import (
     replace_module,
 )
 from asyncllm.models.transformers_proofs import equal, holds, random_inputs, random_twin
+from asyncllm.models.transformers_shards import ON_RANK
 
 FIRST, ATTENTION, SECOND, FEED_FORWARD = (
     "input_layernorm", "self_attn", "post_attention_layernorm", "mlp",
@@ -75,6 +76,8 @@ class FusedLayer:
         return out
 
     def _added(self, x: Normed, linear: Any, end: AddRMSNorm) -> Normed:
+        if hasattr(linear, ON_RANK):  # a sum of several ranks
+            return end.apply(self.ops, linear(x.whole()))
         weight, bias = linear.weight, linear.bias
         fused = end.fused(self.ops, x, weight, bias)
         return end.apply(self.ops, self.ops.product(x, weight, bias)) if fused is None else fused

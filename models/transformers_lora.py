@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from asyncllm.models.layers.linear_method import LinearShape
+from asyncllm.models.layers.linear_method import WHOLE, LinearShape, Shard
 from asyncllm.models.layers.lora import LoRAEmbedding, LoRALayer, LoRALayers
+from asyncllm.models.transformers_modules import FUSED
+from asyncllm.models.transformers_shards import ON_RANK, Shards
 
 
 @contextmanager
@@ -40,7 +44,7 @@ def noting_modules(model: nn.Module, num_tokens: int) -> Iterator[dict[str, nn.M
             hook.remove()
 
 
-def adapt(modules: Mapping[str, nn.Module], lora: LoRALayers) -> None:
+def adapt(modules: Mapping[str, nn.Module], lora: LoRALayers, shards: Shards) -> None:
     """Once their parameters have memory."""
     for name, module in modules.items():
         if isinstance(module, nn.Embedding):
@@ -48,18 +52,33 @@ def adapt(modules: Mapping[str, nn.Module], lora: LoRALayers) -> None:
             tokens = slice(len(weight))
             embedding = LoRAEmbedding(lora, name, len(weight), weight, tokens, scale=1.0)
             module.register_forward_hook(_adding_vectors(lora.register(embedding)))
+            continue
+        layer = _layer(name, module, lora, shards)
+        if hasattr(module, ON_RANK):  # between the product and the mesh
+            setattr(module, FUSED, partial(_adapted, module, layer))
         else:
-            module.register_forward_hook(_adding(_layer(name, module, lora)))
+            module.register_forward_hook(_adding(layer))
 
 
-def _layer(name: str, module: Any, lora: LoRALayers) -> LoRALayer:
-    is_conv = isinstance(module, Conv1D)
+def _layer(name: str, module: Any, lora: LoRALayers, shards: Shards) -> LoRALayer:
+    is_conv, shard = isinstance(module, Conv1D), WHOLE
     sizes = (module.nx, module.nf) if is_conv else (module.in_features, module.out_features)
-    layer = lora.layer(LinearShape({name: sizes[1]}, sizes[0], module.bias is not None))
-    layer.base = {} if is_conv else {"weight": module.weight}
+    own, has_bias = shards.parameters.get(f"{name}.weight"), module.bias is not None
+    if own is not None:
+        sizes = own.shape[1], own.shape[0]
+        shard = Shard({name: own.ranges}) if own.dim == 0 else Shard(None, own.ranges[0], has_bias)
+        has_bias |= f"{name}.bias" in shards.elsewhere
+    layer = lora.layer(LinearShape({name: sizes[1]}, sizes[0], has_bias, shard))
+    layer.base = {} if is_conv or own is not None else {"weight": module.weight}
     if module.bias is not None:
         layer.base = {**layer.base, "bias": module.bias}
     return layer
+
+
+def _adapted(module: Any, layer: LoRALayer, x: torch.Tensor) -> torch.Tensor:
+    rows = x.flatten(0, -2)
+    out = layer.add(lambda: F.linear(rows, module.weight, module.bias), rows)
+    return out.unflatten(0, x.shape[:-1])
 
 
 def _adding(layer: LoRALayer) -> Any:

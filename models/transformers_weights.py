@@ -8,9 +8,9 @@ interleaved rows, transposes) is read to tensors of its own and converted when a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from transformers.core_model_loading import (
 from asyncllm.errors import ModelLoadError
 from asyncllm.models.base import Load
 from asyncllm.models.checkpoint import Checkpoint
+from asyncllm.models.transformers_shards import ParameterShard, part_of
 
 
 @dataclass(slots=True)
@@ -40,17 +41,20 @@ class Conversion:
 
 
 class WeightNames:
-    def __init__(self, model: Any, folder: Path) -> None:
+    """shards: of parameters that ranks divide, by name."""
+
+    def __init__(self, model: Any, folder: Path, shards: Mapping[str, ParameterShard]) -> None:
         self._model = model
+        self._shards = shards
         self._folder = folder
         self.aliases: dict[str, str | None] = {}
         self._transforms = get_model_conversion_mapping(model)  # of towers, too
         self._left_out: set[str] = set()
         self._read: list[tuple[Conversion, dict[str, list[torch.Tensor]]]] = []
 
-    def leave_out(self, prefix: str, tower: Any) -> None:
-        """Ignore a checkpoint's tensors of this module, which the model is to lose."""
-        self._left_out |= {f"{prefix}.{name}" for name in tower.state_dict()}
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Ignore a checkpoint's tensors of these names, which the model is to lose."""
+        self._left_out |= {*names}
 
     def loads(self) -> Iterator[Load]:
         """By the names of the checkpoint; where there is none, by the model's."""
@@ -59,11 +63,11 @@ class WeightNames:
             checkpoint = Checkpoint(self._folder)
         except ModelLoadError:  # raised again where it is read
             for name, weight in weights.items():
-                yield Load(name, weight)
+                yield from _loads(name, weight, self._shards.get(name))
             return
         plain, conversions = self._sorted(checkpoint, weights, twins)
         for name, target in plain.items():
-            yield Load(name, weights[target])
+            yield from _loads(name, weights[target], self._shards.get(target))
         filled = set(plain.values())
         for conversion in conversions:
             yield from self._converted(checkpoint, conversion, weights)
@@ -79,7 +83,11 @@ class WeightNames:
                 conversion.converter.collected_tensors[pattern] = list(its)
             made = _convert(conversion, self._model)
             for name, tensor in made.items():
-                weights[name].copy_(tensor[0] if isinstance(tensor, list) else tensor)
+                whole, shard = (
+                    tensor[0] if isinstance(tensor, list) else tensor,
+                    self._shards.get(name),
+                )
+                weights[name].copy_(whole if shard is None else shard.cut(whole))
         self._read.clear()
 
     def _weights(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -141,7 +149,8 @@ class WeightNames:
     ) -> Iterator[Load]:
         merges = [type(one) for one in conversion.converter.operations]
         if merges in ([MergeModulelist], [MergeModulelist, Concatenate], [Concatenate]):
-            yield from _merged(checkpoint, conversion, weights[conversion.target])
+            target = conversion.target
+            yield from _merged(checkpoint, conversion, weights[target], self._shards.get(target))
             return
         like, tensors = weights[conversion.target], {}
         for pattern, names in conversion.sources.items():
@@ -152,11 +161,21 @@ class WeightNames:
         self._read.append((conversion, tensors))
 
 
-def _merged(checkpoint: Checkpoint, conversion: Conversion, weight: torch.Tensor) -> Iterator[Load]:
+def _merged(
+    checkpoint: Checkpoint,
+    conversion: Conversion,
+    weight: torch.Tensor,
+    shard: ParameterShard | None,
+) -> Iterator[Load]:
     """Views of a weight whose first dimension counts experts, or of one that is concatenated."""
     *merge, last = conversion.converter.operations
     stacks = bool(merge) or isinstance(last, MergeModulelist)
     dim = last.dim - bool(merge) if isinstance(last, Concatenate) else None
+    of_one = (
+        shard
+        if shard is None or not stacks
+        else replace(shard, shape=shard.shape[1:], dim=shard.dim - 1)
+    )
     start = 0
     for pattern in conversion.converter.source_patterns:
         names = conversion.sources.get(pattern, [])
@@ -165,12 +184,34 @@ def _merged(checkpoint: Checkpoint, conversion: Conversion, weight: torch.Tensor
         size = checkpoint.header(names[0])[0][dim] if dim is not None and names else 0
         for expert, name in enumerate(names):
             view = weight[expert] if stacks else weight
-            if dim is not None and start + size <= view.shape[dim]:  # else it does not fit
-                view = view.narrow(dim, start, size)
-            yield Load(name, view)
+            at = None if dim is None else (dim, start, size)
+            yield from _loads(name, view, of_one, at)
         start += size
-    if dim is not None and start != weight.shape[last.dim]:
-        raise _misfit(checkpoint, conversion, f"{start} of {weight.shape[last.dim]} rows")
+    full = weight.shape if shard is None else shard.shape
+    if dim is not None and start != full[last.dim]:
+        raise _misfit(checkpoint, conversion, f"{start} of {full[last.dim]} rows")
+
+
+def _loads(
+    name: str,
+    view: torch.Tensor,
+    shard: ParameterShard | None,
+    at: tuple[int, int, int] | None = None,
+) -> Iterator[Load]:
+    """Of a file's tensor that is a weight, or that part of it which begins `at` an index of a
+    dimension and has a size; view: all that the rank has of the weight."""
+    full = list(view.shape if shard is None else shard.shape)
+    if at is not None and at[1] + at[2] <= full[at[0]]:  # else it does not fit, as the loader says
+        full[at[0]] = at[2]
+        if shard is None or shard.dim != at[0]:
+            view = view.narrow(*at)
+    if shard is None:
+        yield Load(name, view)
+        return
+    first = at[1] if at is not None and shard.dim == at[0] else 0
+    for part, start in shard.within(first, first + full[shard.dim]):
+        own = view.narrow(shard.dim, start, part.stop - part.start)
+        yield Load(name, own, part_of(shard.dim, part), file_shape=tuple(full))
 
 
 def _misfit(checkpoint: Checkpoint, conversion: Conversion, what: str) -> ModelLoadError:

@@ -121,7 +121,7 @@ def plan_memory(
     """
     page_bytes, peak_bytes = layout.page_bytes, _profile_step(model, config, device)
     room = _cache_bytes(config, peak_bytes, device)
-    num_snapshots = plan_snapshots(config, states, room)
+    num_snapshots = mesh.least(plan_snapshots(config, states, room))
     state_bytes = (config.num_slots + num_snapshots) * states.row_bytes
     if state_bytes > room and config.num_gpu_blocks_override is None:
         raise ValueError(
@@ -147,12 +147,11 @@ def plan_memory(
             f"pages hold {fits} tokens; lower it, or raise gpu_memory_utilization or "
             "kv_cache_memory_bytes"
         )
-    num_host_states, num_host_pages = host_rows(config, layout, states)
-    num_host_pages = mesh.least(num_host_pages)
+    num_host_states, num_host_pages = map(mesh.least, host_rows(config, layout, states))
     max_model_len = min(model_len, fits)
     return MemoryPlan(
         num_pages,
-        mesh.least(num_host_pages),
+        num_host_pages,
         max_model_len,
         groups,
         num_snapshots,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncllm.errors import ModelLoadError
 from asyncllm.models.layers.experts_method import (
     ExpertsMethod,
     ExpertsShape,
@@ -43,8 +42,6 @@ class Build:
         if self.quantized_experts is not None:
             method = self.quantized_experts(name, shape)
             if method is not None:
-                if self.mesh.config.tp > 1:
-                    raise ModelLoadError(f"{name}: ranks do not divide quantised experts")
                 return method
         return UnquantizedExpertsMethod(self.dtype, self.device, self.ops, self.mesh.config)
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from asyncllm.models.base import Load
 from asyncllm.models.layers.build import Build
-from asyncllm.models.layers.experts_method import ExpertsShape
+from asyncllm.models.layers.experts_method import ExpertsShape, own_experts
 from asyncllm.models.layers.linear import Linear
 from asyncllm.models.layers.linear_method import LinearShape
 from asyncllm.models.layers.lora_experts import LoRAExperts
@@ -92,22 +92,28 @@ class Experts:
     ) -> None:
         self._name = name
         self._shape = shape
+        mesh = build.mesh.config
+        self._own = shape.own(mesh, build.dtype)
+        self._own_experts = shape.share(mesh).experts if mesh.by_expert else None
         self._router = router
         self._shared = shared
         self._shared_gate = shared_gate
         self._method = build.experts_method(name, shape)
         self.weights = self._method.create_weights(shape)
         self._ops = build.ops
-        self._reduce = build.mesh.reduce if build.mesh.config.tp > 1 else None
+        self._reduce = build.mesh.reduce if mesh.tp > 1 else None
         self._lora = None
         if build.lora is not None:
-            lora = LoRAExperts(build.lora, name, shape, build.mesh.config)
+            lora = LoRAExperts(build.lora, name, shape, mesh)
             self._lora = build.lora.register(lora)
 
     def add(self, x: Normed, end: AddRMSNorm) -> Normed:
         """As `MLP.add`."""
         lora = self._lora if self._lora is not None and self._lora.is_used else None
-        out = self._method.apply(self._shape, self.weights, x, self._router(x), lora)
+        routed = self._router(x)
+        if self._own_experts is not None:
+            routed = own_experts(routed, self._own_experts)
+        out = self._method.apply(self._own, self.weights, x, routed, lora)
         if self._shared is not None:
             shared = self._shared.down_proj(self._shared.gated(x))
             if self._shared_gate is not None:
@@ -134,6 +140,6 @@ class Experts:
             yield from linear.loads()
 
     def finish_loading(self) -> None:
-        self._method.finish(self._shape, self.weights)
+        self._method.finish(self._own, self.weights)
         for linear in self.linears:
             linear.finish_loading()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -68,9 +68,24 @@ class ExpertsShape:
             has_down_bias = mesh.place == 0
         return ExpertsShare(self.num_experts, experts, self.size, size, has_down_bias)
 
+    def own(self, mesh: MeshConfig, dtype: torch.dtype) -> ExpertsShape:
+        """The experts that a rank has, by their places and sizes there, in memory of this dtype.
+        Raises `ModelLoadError` where the ranks cannot divide them."""
+        if mesh.tp == 1:
+            return self
+        share = self.share(mesh)
+        experts, size = (part.stop - part.start for part in (share.experts, share.size))
+        if size != self.size and size * dtype.itemsize % GROUPED_ROW_BYTES:
+            raise ModelLoadError(
+                f"tensor_parallel_size {mesh.tp} makes experts of size {self.size} rows of "
+                f"{size}, which are no multiple of {GROUPED_ROW_BYTES} bytes"
+            )
+        return replace(self, num_experts=experts, size=size)
+
 
 class ExpertsMethod(Protocol):
-    """Fixed shapes, no host synchronisation: a call can be captured."""
+    """Fixed shapes, no host synchronisation: a call can be captured. `shape`: of all ranks' experts
+    where weights are made and loaded, of this rank's where they are used."""
 
     def create_weights(self, shape: ExpertsShape) -> Weights:
         """Uninitialised tensors on the target device, under names of the method's own."""
@@ -106,13 +121,8 @@ class UnquantizedExpertsMethod:
     mesh: MeshConfig
 
     def create_weights(self, shape: ExpertsShape) -> Weights:
-        share, hidden = shape.share(self.mesh), shape.hidden_size
-        experts, size = (part.stop - part.start for part in (share.experts, share.size))
-        if size != shape.size and size * self.dtype.itemsize % GROUPED_ROW_BYTES:
-            raise ModelLoadError(
-                f"tensor_parallel_size {self.mesh.tp} makes experts of size {shape.size} rows of "
-                f"{size}, which are no multiple of {GROUPED_ROW_BYTES} bytes"
-            )
+        own, share = shape.own(self.mesh, self.dtype), shape.share(self.mesh)
+        experts, hidden, size = own.num_experts, own.hidden_size, own.size
         sizes: dict[str, tuple[int, ...]] = {
             "gate_up": (experts, 2 * size, hidden),
             "down": (experts, hidden, size),
@@ -140,8 +150,6 @@ class UnquantizedExpertsMethod:
         routed: Routed,
         adapters: ExpertAdapters | None,
     ) -> torch.Tensor:
-        if self.mesh.by_expert:
-            routed = own_experts(routed, shape.share(self.mesh).experts)
         return self.ops.experts(x, _record(shape, weights), routed, adapters)
 
 

@@ -154,6 +154,6 @@ def bias_loads(shape: LinearShape, weights: Weights) -> Iterator[Load]:
         for part, view in zip(shape.parts, views, strict=True):
             yield from shape.loads(part, "bias", view)
     elif shape.bias:
-        nothing = weights["weight"].new_empty(0)
+        nothing = torch.empty(0, device=weights["weight"].device)  # any float is as good
         for part, size in shape.parts.items():
             yield Load(f"{part}.bias", nothing, (slice(0),), file_shape=(size,))

@@ -5,7 +5,9 @@
     down.*      that of [experts * hidden_size, size]
 
 What fills them follows from the family's own list for 16 bits: the rows that a tensor fills there
-are those that its quantised tensors fill here. Inputs stay in 16 bits, whatever a checkpoint says.
+are those that its quantised tensors fill here. Of these a rank keeps its own, cut from what a
+reader makes of a tensor; the tensors of other ranks' experts it does not read. Inputs stay in 16
+bits, whatever a checkpoint says.
 """
 
 from __future__ import annotations
@@ -19,12 +21,20 @@ import torch
 from asyncllm.errors import ModelLoadError
 from asyncllm.mesh_config import MeshConfig
 from asyncllm.models.base import Load
-from asyncllm.models.layers.experts_method import ExpertsShape
+from asyncllm.models.layers.experts_method import ExpertsShape, ExpertsShare
 from asyncllm.models.layers.linear_method import Weights
 from asyncllm.models.layers.ops import ExpertAdapters, ExpertWeights, Normed, Routed
 from asyncllm.models.layers.torch_ops import grouped_experts
-from asyncllm.models.quantization.cpu_experts import dequantized
-from asyncllm.models.quantization.method import Reader, Source, source_load
+from asyncllm.models.quantization.cpu_experts import PRODUCTS, dequantized
+from asyncllm.models.quantization.method import (
+    Reader,
+    Source,
+    check_columns,
+    converted,
+    named,
+    place_of_columns,
+    source_load,
+)
 from asyncllm.models.quantization.scheme import Scheme
 
 
@@ -102,6 +112,34 @@ def _checked_only(source: Source) -> Source:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class OwnRows:
+    """What a rank keeps of one product's matrix: these of all experts' rows, ascending, and of each
+    these columns."""
+
+    experts: range  # those that it reads of a tensor of several
+    rows: torch.Tensor
+    columns: slice
+    is_whole: bool
+
+    @classmethod
+    def of(cls, product: str, shape: ExpertsShape, share: ExpertsShare) -> OwnRows:
+        hidden = slice(0, shape.hidden_size)
+        rows, columns = (hidden, share.size) if product == "down" else (share.size, hidden)
+        num_rows = shape.hidden_size if product == "down" else 2 * shape.size  # gates before ups
+        every = torch.arange(shape.num_experts * num_rows)
+        parts = every.view(shape.num_experts, 1 if product == "down" else 2, -1)
+        own = parts[share.experts, :, rows].flatten()
+        return cls(range(shape.num_experts)[share.experts], own, columns, share.is_whole)
+
+    def among(self, first: int, num_rows: int) -> tuple[torch.Tensor, slice]:
+        """Of rows `first` and so on: the places among them of those that are kept, and where they
+        lie in the rank's own matrix."""
+        ends = torch.tensor([first, first + num_rows])
+        start, stop = torch.searchsorted(self.rows, ends).tolist()
+        return self.rows[start:stop] - first, slice(start, stop)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class QuantizedExpertsMethod:
     """dtype: the model's, of scales, offsets and biases in memory."""
 
@@ -109,16 +147,21 @@ class QuantizedExpertsMethod:
     kernel: ExpertsKernel
     dtype: torch.dtype
     device: torch.device
+    mesh: MeshConfig
 
     @property
     def scheme(self) -> Scheme:
         return replace(self.reader.scheme, activations=None)
 
     def create_weights(self, shape: ExpertsShape) -> Weights:
-        experts, hidden, size = shape.num_experts, shape.hidden_size, shape.size
+        own, has_down_bias = shape.own(self.mesh, self.dtype), shape.share(self.mesh).has_down_bias
+        experts, hidden, size = own.num_experts, own.hidden_size, own.size
         made: Weights = {}
-        for product, rows, columns in (("gate_up", 2 * size, hidden), ("down", hidden, size)):
-            for field, each, dtype in self._form(experts * rows, columns, shape.bias):
+        for product, rows, columns, bias in (
+            ("gate_up", 2 * size, hidden, shape.bias),
+            ("down", hidden, size, shape.bias and has_down_bias),
+        ):
+            for field, each, dtype in self._form(experts * rows, columns, bias):
                 # Zeros, as no tensor of a file fills the columns that are added.
                 made[f"{product}.{field}"] = torch.zeros(each, dtype=dtype, device=self.device)
         return made
@@ -141,28 +184,75 @@ class QuantizedExpertsMethod:
     def loads(self, name: str, shape: ExpertsShape, weights: Weights) -> Iterator[Load]:
         if self.scheme.has_order:
             raise ModelLoadError(f"{name}: desc_act true is not served of experts")
+        share = shape.share(self.mesh)
+        if share.size != slice(0, shape.size):
+            check_columns(self.scheme, f"{name}: down_proj", share.size, shape.size)
         family = FamilyLoads.of(name, shape, self.dtype)
+        own = {product: OwnRows.of(product, shape, share) for product in PRODUCTS}
         for load in family.loads:
-            target, columns = family.target(load), load.view.shape[-1]
-            product, first = target.removesuffix("_bias"), load.view.storage_offset()
-            if target.endswith("bias"):
-                own = weights[f"{product}.bias"][first : first + load.view.numel()]
-                yield replace(load, view=own.view(load.view.shape))
-                continue
-            first, rows = first // columns, load.view.numel() // columns
-            for source in self._sources(load, rows, columns):
-                views = [
-                    weights[f"{product}.{field}"][
-                        first : first + rows, : self._width(field, columns)
-                    ]
-                    for field in source.fields
-                ]
-                yield source_load(_layer(load), source, views, self.device)
+            target = family.target(load)
+            product = target.removesuffix("_bias")
+            if target == product:
+                yield from self._product_loads(load, product, own[product], weights)
+            else:
+                yield self._bias_load(load, product, own[product], weights)
 
-    def _width(self, field: str, columns: int) -> int:
+    def _bias_load(self, load: Load, product: str, own: OwnRows, weights: Weights) -> Load:
+        read, place = own.among(int(load.view.storage_offset()), load.view.numel())
+        if f"{product}.bias" not in weights or not len(read):
+            file_shape = load.file_shape or tuple(load.view.shape)
+            return self._unread(load.name, file_shape, load.view.dtype)
+        view = weights[f"{product}.bias"][place]
+        if own.is_whole:
+            return replace(load, view=view.view(load.view.shape))
+
+        def convert(bias: torch.Tensor) -> torch.Tensor:
+            ordered = bias if load.transform is None else load.transform(bias)
+            return ordered.flatten()[read.to(bias.device)]
+
+        file_shape = load.file_shape or tuple(load.view.shape)
+        return replace(load, view=view, transform=convert, file_shape=file_shape)
+
+    def _product_loads(
+        self, load: Load, product: str, own: OwnRows, weights: Weights
+    ) -> Iterator[Load]:
+        columns = load.view.shape[-1]
+        first, num_rows = int(load.view.storage_offset()) // columns, load.view.numel() // columns
+        sources = self._sources(load, num_rows, columns)
+        of_file: tuple[slice, ...] = ()
+        if load.view.dim() == 3 and not own.is_whole:
+            each = load.view.shape[1]
+            first, num_rows = own.experts.start * each, len(own.experts) * each
+            of_file = (slice(own.experts.start, own.experts.stop),)
+        read, place = own.among(first, num_rows)
+
+        def cut(field: str, made: torch.Tensor) -> torch.Tensor:
+            columns = place_of_columns(self.scheme, field, own.columns)
+            return made[read.to(made.device), columns]
+
+        for source in sources:
+            if not len(read):
+                yield self._unread(named(_layer(load), source), source.shape, source.dtype)
+                continue
+            views = [
+                weights[f"{product}.{field}"][place, : self._width(field, own.columns)]
+                for field in source.fields
+            ]
+            if source.fields and not own.is_whole:
+                source = converted(source, cut)
+            yield replace(source_load(_layer(load), source, views, self.device), part=of_file)
+
+    def _unread(self, name: str, file_shape: tuple[int, ...], dtype: torch.dtype) -> Load:
+        """Known to be in the file, and another rank's."""
+        if not file_shape:
+            return Load(name, torch.empty((), dtype=dtype, device=self.device))
+        nothing = torch.empty((0, *file_shape[1:]), dtype=dtype, device=self.device)
+        return Load(name, nothing, (slice(0),), file_shape=file_shape)
+
+    def _width(self, field: str, columns: slice) -> int:
         """Of what a file fills in memory."""
-        scheme = self.scheme
-        return columns * scheme.bits // 8 if field == "weight" else scheme.num_groups(columns)
+        scheme, size = self.scheme, columns.stop - columns.start
+        return size * scheme.bits // 8 if field == "weight" else scheme.num_groups(size)
 
     def _sources(self, load: Load, rows: int, columns: int) -> Iterator[Source]:
         if load.view.dim() == 3:  # several experts

@@ -121,42 +121,28 @@ class QuantizedLinearMethod:
 
     def _check_columns(self, shape: LinearShape) -> None:
         """Raises `ModelLoadError` where ranks cannot divide them."""
-        columns, scheme = shape.shard.columns, self.scheme
+        columns = shape.shard.columns
         if columns is None:
             return
         (name,) = shape.parts
-        if scheme.has_order:
+        if self.scheme.has_order:
             raise ModelLoadError(
                 f"{name}: columns in an order (desc_act, actorder) are not divided over ranks"
             )
-        unit = max(scheme.group or 1, 8 // scheme.bits)
-        if columns.start % unit or columns.stop % unit:
-            raise ModelLoadError(
-                f"{name}: ranks have {shape.num_columns} of its {shape.in_features} columns each, "
-                f"which groups of {unit} do not divide"
-            )
+        check_columns(self.scheme, name, columns, shape.in_features)
 
     def _shard(self, source: Source, shape: LinearShape, name: str) -> Source:
         """What a rank has of what a whole tensor becomes: the layout of words is the reader's."""
-        scheme, columns, ranges = self.scheme, shape.shard.columns, shape.rows(name)
+        columns, ranges = shape.shard.columns, shape.rows(name)
 
         def cut(field: str, tensor: torch.Tensor) -> torch.Tensor:
             if field in ("order", "input_scale"):
                 return tensor
             if columns is None:
                 return torch.cat([tensor[rows] for rows in ranges])
-            if field == "weight":
-                first, last = (end * scheme.bits // 8 for end in (columns.start, columns.stop))
-                return tensor[:, first:last]
-            if scheme.group is None:
-                return tensor
-            return tensor[:, columns.start // scheme.group : columns.stop // scheme.group]
+            return tensor[:, place_of_columns(self.scheme, field, columns)]
 
-        def convert(tensor: torch.Tensor) -> list[torch.Tensor]:
-            made = [tensor] if source.convert is None else source.convert(tensor)
-            return [cut(*each) for each in zip(source.fields, made, strict=True)]
-
-        return replace(source, convert=convert)
+        return converted(source, cut)
 
     def finish(self, weights: Weights) -> None:
         order = weights.get("order")
@@ -174,20 +160,55 @@ class QuantizedLinearMethod:
         return self.kernel.fused(self.scheme, weights, x, epilogue)
 
 
+def check_columns(scheme: Scheme, name: str, columns: slice, num_columns: int) -> None:
+    """A rank has these of them. Raises `ModelLoadError` where they end amid a group or a byte."""
+    unit = max(scheme.group or 1, 8 // scheme.bits)
+    if columns.start % unit or columns.stop % unit:
+        raise ModelLoadError(
+            f"{name}: ranks have {columns.stop - columns.start} of its {num_columns} columns each, "
+            f"which groups of {unit} do not divide"
+        )
+
+
+def place_of_columns(scheme: Scheme, field: str, columns: slice) -> slice:
+    """Where a field of the form has these columns, which `check_columns` has let through."""
+    first, last = columns.start, columns.stop
+    if field == "weight":
+        return slice(first * scheme.bits // 8, last * scheme.bits // 8)
+    return (
+        slice(None) if scheme.group is None else slice(first // scheme.group, last // scheme.group)
+    )
+
+
+def converted(source: Source, cut: Callable[[str, torch.Tensor], torch.Tensor]) -> Source:
+    """Of the contents of each field what `cut` leaves."""
+
+    def convert(tensor: torch.Tensor) -> list[torch.Tensor]:
+        made = [tensor] if source.convert is None else source.convert(tensor)
+        return [cut(*each) for each in zip(source.fields, made, strict=True)]
+
+    return replace(source, convert=convert)
+
+
 def source_load(name: str, source: Source, views: list[torch.Tensor], device: torch.device) -> Load:
     """views: of the source's fields."""
     transform = None
     if source.convert is not None:
         transform = partial(_fill, source.convert, views)
-    join = "" if source.suffix.startswith("_") or not source.suffix else "."
     return Load(
-        f"{name}{join}{source.suffix}",
+        named(name, source),
         views[0] if views else torch.empty(0, device=device),
         transform=transform,
         file_shape=source.shape,
         file_dtype=source.dtype,
         others=tuple(views[1:]),
     )
+
+
+def named(name: str, source: Source) -> str:
+    """A layer's tensor in the file."""
+    join = "" if source.suffix.startswith("_") or not source.suffix else "."
+    return f"{name}{join}{source.suffix}"
 
 
 def _fill(

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from asyncllm.errors import ModelLoadError
+from asyncllm.mesh_config import MeshConfig
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.checkpoint import Checkpoint, list_keys
 from asyncllm.models.layers.experts_method import ExpertsMethod, ExpertsShape
@@ -64,9 +65,9 @@ class Methods(NamedTuple):
 
 
 def select_methods(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, ops: Ops
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, ops: Ops, mesh: MeshConfig
 ) -> Methods:
-    """Raises `ModelLoadError` for what is not served exactly."""
+    """mesh: whose ranks divide experts. Raises `ModelLoadError` for what is not served exactly."""
     plain = UnquantizedLinearMethod(dtype, device, ops)
     reader_of = _reader_of(config)
     if reader_of is None:
@@ -93,7 +94,7 @@ def select_methods(
 
     @cache
     def experts(reader: Reader) -> ExpertsMethod:
-        return QuantizedExpertsMethod(reader, experts_kernel, dtype, device)
+        return QuantizedExpertsMethod(reader, experts_kernel, dtype, device, mesh)
 
     def experts_of(name: str, shape: ExpertsShape) -> ExpertsMethod | None:
         readers = {reader_of(layer) for layer in FamilyLoads.of(name, shape, dtype).layers}

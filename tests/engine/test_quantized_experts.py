@@ -82,11 +82,10 @@ def test_a_mixture_answers_as_its_dequantised_weights(name: str, tmp_path: Path)
     expect_answers(asyncio.run(serve(tmp_path)), reference, FORMATS[name].bound)
 
 
-def write_gpt_oss(folder: Path) -> Any:
+def write_gpt_oss(folder: Path, intermediate_size: int = 96) -> Any:
     """As published: experts in MXFP4, all else in 16 bits."""
-    reference = random_reference(
-        GptOssConfig(**GPT_OSS | {"hidden_size": 64, "intermediate_size": 96})
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": intermediate_size}
+    reference = random_reference(GptOssConfig(**GPT_OSS | sizes))
     reference.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     for name, module in reference.named_modules():

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from asyncllm import AsyncLLMEngine, LoRARequest, SamplingParams
-from asyncllm.errors import LoRALoadError, ModelLoadError
+from asyncllm.errors import LoRALoadError
 from asyncllm.worker.logits_processors import LogitsProcessor, ProcessorRow
 from tests.engine.adapter_files import write_tiny_adapter
 from tests.models.quantized_files import FORMATS, write_checkpoint
@@ -114,13 +114,6 @@ def test_an_adapter_that_only_another_stage_can_refuse(tmp_path: Path) -> None:
             assert await engine.generate("Once", greedy(3), lora_request=good)
 
     run(test())
-
-
-def test_transformers_own_code_is_run_by_one_rank() -> None:
-    with pytest.raises(
-        ModelLoadError, match="pipeline_parallel_size 1: LlamaForCausalLM is run by"
-    ):
-        run(answers("tiny", [], model_impl="transformers", tensor_parallel_size=2))
 
 
 class Favour(LogitsProcessor):

@@ -8,7 +8,6 @@ that names code; who receives checks the shape of what it gets.
 from __future__ import annotations
 
 import enum
-import struct
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,11 @@ import numpy as np
 
 from asyncllm.attention.base import PrefillRows
 from asyncllm.config import EngineConfig
+from asyncllm.frames import frame
 from asyncllm.generation_config import GenerationDefaults
-from asyncllm.mesh_config import MeshConfig
+from asyncllm.mesh_config import ClusterConfig, MeshConfig
 from asyncllm.model_config import ModelConfig
+from asyncllm.step_plan import StateMoves
 from asyncllm.worker.packed_step import (
     NO_CHANGES,
     NO_EXTRAS,
@@ -29,9 +30,6 @@ from asyncllm.worker.packed_step import (
     SamplingExtras,
     SlotChanges,
 )
-
-LENGTH = struct.Struct("<I")
-MAX_FRAME_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +75,7 @@ Message = tuple[Any, ...]  # a Kind, and what belongs to it
 
 def encode(kind: Kind, *content: Any) -> bytes:
     """A frame."""
-    body = _ENCODER.encode((int(kind), *content))
-    return LENGTH.pack(len(body)) + body
+    return frame(_ENCODER.encode((int(kind), *content)))
 
 
 def decode(body: bytes) -> Message:
@@ -111,7 +108,7 @@ def step_content(step: PackedStep) -> Message:
         step.decode_positions,
         step.sampled_slots,
         (step.tokens, step.samples, *_columns(prefills)) if step.has_prompts else None,
-        (step.swap_out, step.page_copies, step.swap_in),
+        (step.swap_out, step.page_copies, step.swap_in, *step.states),
         None if step.changes is NO_CHANGES else (step.changes.records, step.changes.entries),
         step.features,
         step.extras.prompt_targets,
@@ -122,7 +119,7 @@ def step_content(step: PackedStep) -> Message:
 
 
 def _columns(prefills: PrefillRows) -> tuple[np.ndarray, ...]:
-    return prefills.query_indptr, prefills.kv_lens, prefills.page_indptr, prefills.pages
+    return tuple(getattr(prefills, column.name) for column in fields(PrefillRows))
 
 
 def decode_step(content: list[Any]) -> PackedStep:
@@ -134,7 +131,7 @@ def decode_step(content: list[Any]) -> PackedStep:
     if prompts is not None:
         tokens, samples, *columns = map(_array, prompts)
         step = step._replace(tokens=tokens, samples=samples, prefills=PrefillRows(*columns))
-    swap_out, page_copies, swap_in = (tuple(map(tuple, pairs)) for pairs in moves)
+    swap_out, page_copies, swap_in, *states = (tuple(map(tuple, pairs)) for pairs in moves)
     needs_host, adapters = flags
     extras: SamplingExtras[np.ndarray] = NO_EXTRAS
     if targets is not None:
@@ -143,6 +140,7 @@ def decode_step(content: list[Any]) -> PackedStep:
         swap_out=swap_out,
         page_copies=page_copies,
         swap_in=swap_in,
+        states=StateMoves(*states),
         changes=NO_CHANGES if changes is None else SlotChanges(*map(_array_or_none, changes)),
         features=features,
         extras=extras,
@@ -164,7 +162,7 @@ def _array_or_none(sent: Any) -> np.ndarray | None:
 # --- settings ------------------------------------------------------------------------------------
 
 # Of no interest to who only repeats steps; or made here of what is sent.
-_RANK_0 = {"tokenizer_path", "logits_processors", "generation_defaults", "chat_template"}
+_RANK_0 = {"tokenizer_path", "logits_processors", "generation_defaults", "chat_template", "cluster"}
 _MADE = {"model", "mesh"}
 
 
@@ -195,5 +193,6 @@ def decode_config(sent: dict[str, Any], rank: int) -> EngineConfig:
         logits_processors=(),
         generation_defaults=GenerationDefaults(),
         chat_template=None,
+        cluster=ClusterConfig(),
         **rest,
     )

@@ -1,0 +1,119 @@
+"""Quantised weights that ranks share, as they are packed: the logits of the same on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GptOssConfig, PretrainedConfig, Qwen3MoeConfig
+
+from asyncllm.errors import ModelLoadError
+from asyncllm.mesh_config import MeshConfig
+from asyncllm.model_config import Quantization
+from asyncllm.models.parallel.mesh import Alone
+from asyncllm.models.quantization.online import SCHEMES
+from tests.engine.test_quantized_experts import (
+    GPT_OSS,
+    MIXTURE,
+    SERVED,
+    write_gpt_oss,
+    write_mixture,
+)
+from tests.models.quantized_files import FORMATS, write_checkpoint
+from tests.models.tiny_checkpoints import random_reference
+from tests.parallel.test_shards import build, expect_equal
+
+# What ranks of a group cannot have a part of, and why.
+REFUSED = {
+    "gptq-order": "columns in an order",
+    "ct-pack-4-order": "columns in an order",
+    "bnb-nf4": "32 of its 64 columns each, which groups of 64 do not divide",
+    "bnb-nf4-nested": "32 of its 64 columns each, which groups of 64 do not divide",
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantised_weights_are_sliced_as_they_are(name: str, tmp_path: Path) -> None:
+    with torch.inference_mode():
+        write_checkpoint(FORMATS[name], tmp_path)
+    if FORMATS[name].activations is not None:
+        pytest.skip("each rank scales its own part of a token: TOLERANCE does not hold")
+    if name in REFUSED:
+        with pytest.raises(ModelLoadError, match=REFUSED[name]):
+            expect_equal(tmp_path, 2)
+        return
+    expect_equal(tmp_path, 2)
+
+
+BY = pytest.mark.parametrize("by_expert", [False, True], ids=["by size", "by number"])
+
+
+@BY
+@pytest.mark.parametrize("name", SERVED)
+def test_quantised_experts(name: str, by_expert: bool, tmp_path: Path) -> None:
+    """Of formats that quantise activations too, whose inputs experts do not: they alone."""
+    form = FORMATS[name]
+    if form.activations is not None:
+        left = {"modules_to_not_convert": ["self_attn"], "ignore": ["lm_head", "self_attn"]}
+        config = {**form.quantization_config, **left}
+        form = replace(form, ignored=("self_attn",), quantization_config=config)
+    with torch.inference_mode():
+        write_mixture(form, tmp_path)
+    expect_equal(tmp_path, 2, by_expert)
+
+
+@BY
+def test_gpt_oss_as_it_is_published(by_expert: bool, tmp_path: Path) -> None:
+    """All of a layer's experts in one tensor, of which a rank reads its own alone."""
+    with torch.inference_mode():
+        write_gpt_oss(tmp_path, intermediate_size=128)
+    expect_equal(tmp_path, 2, by_expert)
+
+
+@BY
+@pytest.mark.parametrize("is_stacked", [False, True])
+@pytest.mark.parametrize("quantization", SCHEMES)
+def test_experts_that_are_quantised_while_they_load(
+    quantization: Quantization,
+    is_stacked: bool,
+    by_expert: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheme = replace(SCHEMES[quantization], activations=None)  # of attention, as above
+    monkeypatch.setitem(SCHEMES, quantization, scheme)
+    config: PretrainedConfig = MIXTURE
+    if is_stacked:
+        config = GptOssConfig(
+            **GPT_OSS | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
+        )
+    else:
+        config = Qwen3MoeConfig(
+            **MIXTURE.to_dict() | {"moe_intermediate_size": 256, "head_dim": 64}
+        )
+    with torch.inference_mode():
+        random_reference(config).save_pretrained(tmp_path)
+    expect_equal(tmp_path, 2, by_expert, quantization=quantization)
+
+
+@pytest.mark.parametrize("by_expert", [False, True])
+def test_ranks_read_no_experts_but_their_own(by_expert: bool, tmp_path: Path) -> None:
+    """Together they have each number once: of rows and columns, or of experts."""
+    with torch.inference_mode():
+        write_gpt_oss(tmp_path, intermediate_size=128)
+
+    def num_bytes(mesh: Alone) -> int:
+        return sum(x.num_bytes for x in build(tmp_path, mesh).loads() if ".experts." in x.name)
+
+    meshes = [Alone(MeshConfig(2, rank, by_expert)) for rank in range(2)]
+    assert sum(map(num_bytes, meshes)) == num_bytes(Alone())
+
+
+def test_a_size_that_cuts_a_group_is_refused_by_name(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        write_gpt_oss(tmp_path)
+    complaint = "experts: down_proj: ranks have 48 of its 96 columns each, which groups of 32"
+    with pytest.raises(ModelLoadError, match=complaint):
+        list(build(tmp_path, Alone(MeshConfig(2))).loads())
