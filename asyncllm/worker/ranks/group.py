@@ -206,9 +206,10 @@ class WorkerGroup:
         try:
             for ranks in self._ranks:
                 sockets |= ranks.start()
+            settings, version = encode_config(self._config), str(torch.__version__)
+            level = logger.getEffectiveLevel()
             for rank, ours in sockets.items():
-                settings = encode_config(self._config), rank, self._address, str(torch.__version__)
-                ours.sendall(encode(Kind.START, *settings, logger.getEffectiveLevel()))
+                ours.sendall(encode(Kind.START, settings, rank, self._address, version, level))
         except BaseException:
             for ours in sockets.values():
                 ours.close()
