@@ -16,7 +16,17 @@ from typing import Any
 
 import uvloop
 
-from asyncllm.commands import bench, chat, complete, doctor, kernels, models, pull, run_batch
+from asyncllm.commands import (
+    bench,
+    chat,
+    complete,
+    doctor,
+    kernels,
+    models,
+    pull,
+    run_batch,
+    worker,
+)
 from asyncllm.commands.fast_start import begin_fast_start
 from asyncllm.commands.flags import (
     FlagParser,
@@ -38,7 +48,9 @@ EXIT_CODE_INTERRUPTED = 130
 COMMANDS: dict[str, Any] = {"bench": bench, "kernels": kernels, "doctor": doctor}
 STARTING = {"serve", "run-batch"}  # one engine in this process, at once
 # Of a running server, or of the hub: no engine and none of its flags.
-PLAIN: dict[str, Any] = {"chat": chat, "complete": complete, "pull": pull, "models": models}
+PLAIN: dict[str, Any] = {
+    "chat": chat, "complete": complete, "pull": pull, "models": models, "worker": worker,
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

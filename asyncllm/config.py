@@ -17,7 +17,7 @@ from asyncllm import flag_values
 from asyncllm.flag_values import flag
 from asyncllm.generation_config import GenerationDefaults, read_generation_defaults
 from asyncllm.hub.files import Part
-from asyncllm.mesh_config import MeshConfig
+from asyncllm.mesh_config import ClusterConfig, DistributedBackend, MeshConfig
 from asyncllm.model_config import (
     ModelConfig,
     ModelImplementation,
@@ -40,7 +40,6 @@ GIB = 1 << 30
 DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 FP8 = "float8_e4m3fn"
 KV_DTYPE_NAMES = {"fp8": FP8, "fp8_e4m3": FP8, "fp8_e5m2": "float8_e5m2"}
-MAX_RANKS = 64
 DURATION = {"above": 0, "below": math.inf}
 
 
@@ -89,6 +88,7 @@ class EngineConfig:
     max_queue_seconds: float
     watchdog_timeout: float
     mesh: MeshConfig  # rank 0's; what runs the other ranks says which each of them is
+    cluster: ClusterConfig
     distributed_timeout_seconds: float
     data_parallel_size: int
     data_parallel_backend: DataParallelBackend
@@ -196,6 +196,20 @@ class EngineArgs:
     enable_expert_parallel: bool = flag(
         False, "ranks divide experts by number, not each of them by size"
     )
+    distributed_executor_backend: DistributedBackend = flag(
+        "mp", "who starts the other ranks: mp: this process; ray: its cluster; uni: nobody"
+    )
+    nnodes: int = flag(
+        1, "hosts: this one starts its share of the ranks, the others join (asyncllm worker)",
+        least=1,
+    )  # fmt: skip
+    master_addr: str = flag(
+        "127.0.0.1", "this host's address, at which other ranks find it; nothing else is bound"
+    )
+    master_port: int = flag(29501, "where they join", least=0, most=65535)
+    join_secret_file: str | None = flag(
+        None, "what they must know to join, default: the environment's ASYNCLLM_JOIN_SECRET"
+    )
     distributed_timeout_seconds: float = flag(
         8.0,
         "until a rank that does not answer, or keeps the others waiting, counts as lost",
@@ -251,31 +265,14 @@ class EngineArgs:
             "cuda_graph_sizes": flag_values.decode_sizes(self.cuda_graph_sizes, self.max_num_seqs),
             "prefill_graph_sizes": flag_values.prefill_sizes(self.prefill_graph_sizes, max_tokens),
             "logits_processors": flag_values.resolve_classes(self.logits_processors),
-            "mesh": self._mesh(device),
+            "mesh": (mesh := flag_values.resolve_mesh(self, device)),
+            "cluster": flag_values.resolve_cluster(self, mesh),
             "generation_defaults": read_generation_defaults(
                 self.generation_config, path, self.override_generation_config
             ),
         }
         rest = {f.name for f in fields(EngineConfig)} - resolved.keys()  # as they were given
         return EngineConfig(**resolved, **{name: getattr(self, name) for name in rest})
-
-    def _mesh(self, device: str) -> MeshConfig:
-        tp, pp = self.tensor_parallel_size, self.pipeline_parallel_size
-        if self.enable_expert_parallel and tp == 1:
-            raise ValueError("enable_expert_parallel needs a tensor_parallel_size above 1")
-        if (size := tp * pp) > MAX_RANKS:
-            raise ValueError(
-                f"tensor_parallel_size {tp} times pipeline_parallel_size {pp} is over {MAX_RANKS}"
-            )
-        if device == "cuda" and size > 1:
-            import torch
-
-            if size > (found := torch.cuda.device_count()):
-                raise ValueError(
-                    f"tensor_parallel_size {tp} times pipeline_parallel_size {pp} is over the "
-                    f"{found} CUDA devices"
-                )
-        return MeshConfig(tp, by_expert=self.enable_expert_parallel, pp=pp)
 
     def _model_path(self) -> Path:
         """May download it."""

@@ -12,6 +12,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from asyncllm.host import num_cores
+from asyncllm.mesh_config import ClusterConfig, MeshConfig
 from asyncllm.sampling_limits import shown
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
     from asyncllm.model_config import ModelConfig
 
+MAX_RANKS = 64
+ANY_ADDRESS = {"0.0.0.0", "::", ""}
 # 272 and 528: a few decodes beside half a chunk of prompts, or a chunk, of a large model.
 PREFILL_GRAPH_SIZES = tuple(
     sorted({16, *range(32, 257, 32), *range(320, 1089, 64), *range(1152, 2049, 128), 272, 528})
@@ -114,6 +117,41 @@ def resolve_data_parallel_backend(name: str, size: int, device: str) -> str:
     if name != "auto":
         return name
     return "mp" if device == "cuda" or num_cores() > size else "uni"
+
+
+def resolve_mesh(args: Any, device: str) -> MeshConfig:
+    """args: `EngineArgs`."""
+    tp, pp = args.tensor_parallel_size, args.pipeline_parallel_size
+    named = f"tensor_parallel_size {tp} times pipeline_parallel_size {pp}"
+    if args.enable_expert_parallel and tp == 1:
+        raise ValueError("enable_expert_parallel needs a tensor_parallel_size above 1")
+    if (size := tp * pp) > MAX_RANKS:
+        raise ValueError(f"{named} is over {MAX_RANKS}")
+    if size % args.nnodes:
+        raise ValueError(f"{named} is no multiple of nnodes {args.nnodes}")
+    if device == "cuda" and size > 1 and args.distributed_executor_backend != "ray":
+        import torch
+
+        if size // args.nnodes > (found := torch.cuda.device_count()):
+            raise ValueError(f"{named} is over the {found} CUDA devices of {args.nnodes} hosts")
+    return MeshConfig(tp, by_expert=args.enable_expert_parallel, pp=pp)
+
+
+def resolve_cluster(args: Any, mesh: MeshConfig) -> ClusterConfig:
+    """args: `EngineArgs`."""
+    backend, nnodes = args.distributed_executor_backend, args.nnodes
+    if backend == "uni" and mesh.size > 1:
+        raise ValueError(f"distributed_executor_backend uni is for one rank, not {mesh.size}")
+    if backend == "ray" and nnodes > 1:
+        raise ValueError(f"nnodes {nnodes}: distributed_executor_backend ray finds hosts itself")
+    if (nnodes > 1 or backend == "ray") and args.data_parallel_size > 1:
+        raise ValueError("data_parallel_size: engines whose ranks are on other hosts are served "
+                         "by a server each")  # fmt: skip
+    if args.master_addr in ANY_ADDRESS:
+        raise ValueError(
+            f"master_addr {args.master_addr!r} is no address by which other ranks reach this host"
+        )
+    return ClusterConfig(backend, nnodes, args.master_addr, args.master_port, args.join_secret_file)
 
 
 def resolve_dtype(name: str, model: ModelConfig, device: str) -> str:

@@ -12,8 +12,32 @@ Ranks are numbered stage by stage: rank = stage * tp + place.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from asyncllm.errors import ModelLoadError
+
+DistributedBackend = Literal["uni", "mp", "ray"]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """Who starts the ranks beyond the first, and where they find it: `MeshConfig.size / nnodes`
+    run on rank 0's host, and others join it at `address`; or all others are Ray's."""
+
+    backend: DistributedBackend = "mp"
+    nnodes: int = 1
+    address: str = "127.0.0.1"  # of rank 0's host, for ranks of any host
+    port: int = 0
+    secret_file: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankStats:
+    """How a rank fares, as rank 0 sees it."""
+
+    rank: int
+    is_up: bool = True
+    lag_seconds: float = 0.0  # for which it has not answered, or has kept the others waiting
 
 
 @dataclass(frozen=True, slots=True)

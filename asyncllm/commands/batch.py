@@ -52,7 +52,8 @@ class BatchLine(msgspec.Struct):
 async def answer_file(
     engine_args: EngineArgs, server_args: ServerArgs, lines: BinaryIO, out: BinaryIO
 ) -> int:
-    """0 once every line has its answer, which may be an error: the output file tells.
+    """0 once every line has its answer, which may be an error: the output file tells. 1 where a
+    line asks for nothing (no JSON, no `custom_id`): the file is not what was meant.
 
     Raises `OSError`, `ValueError`, `ModelLoadError`.
     """
@@ -74,7 +75,9 @@ async def answer_file(
         batch = Batch(session, urls, engine.config.max_num_seqs * REQUESTS_PER_SLOT)
         await batch.run(lines, out)
     print(f"{batch.num_answered} answered, {batch.num_failed} failed", file=sys.stderr)
-    return 0
+    if batch.num_malformed:
+        print(f"{batch.num_malformed} of them are no requests of a batch", file=sys.stderr)
+    return int(batch.num_malformed > 0)
 
 
 @asynccontextmanager
@@ -111,7 +114,7 @@ class Batch:
     def __init__(
         self, session: aiohttp.ClientSession, urls: frozenset[str], num_at_once: int
     ) -> None:
-        self.num_answered = self.num_failed = 0
+        self.num_answered = self.num_failed = self.num_malformed = 0
         self._session = session
         self._urls = urls
         self._room = asyncio.Semaphore(num_at_once)
@@ -152,6 +155,7 @@ class Batch:
         """The output line. Failures over HTTP have a response and an error, others an error."""
         asked = _parse(number, line)
         if isinstance(asked, dict):
+            self.num_malformed += 1
             return asked
         if asked.method.upper() != "POST":
             return _refusal(asked.custom_id, number, f"method must be POST, not {asked.method!r}")

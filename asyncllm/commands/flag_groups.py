@@ -36,7 +36,8 @@ GROUPS: dict[str, tuple[str, str]] = {
         """),
     "ranks": ("several devices for one model", """
         tensor_parallel_size pipeline_parallel_size enable_expert_parallel
-        distributed_timeout_seconds
+        distributed_timeout_seconds distributed_executor_backend
+        nnodes master_addr master_port join_secret_file
         data_parallel_size data_parallel_backend data_parallel_rank
         """),
     "server": ("where it listens, limits, the page", """

@@ -37,11 +37,11 @@ ROWS: tuple[tuple[Status, str, str], ...] = (
         enable-log-deltas?on worker-cls=auto performance-mode=balanced
         """),
     ("accepted", "one process: there is nothing to choose", """
-        api-server-count=1 renderer-num-workers=1 distributed-executor-backend=uni,mp
-        nnodes=1 node-rank=0 max-parallel-loading-workers=*
+        api-server-count=1 renderer-num-workers=1 max-parallel-loading-workers=*
         disable-custom-all-reduce?* disable-nccl-for-dp-synchronization?*
-        cpu-distributed-timeout-seconds=* headless?
+        cpu-distributed-timeout-seconds=*
         """),
+    ("other name", "asyncllm worker --join, on the other hosts", "node-rank=0 headless?"),
     ("accepted", "no access log is written; there are --log-level and --enable-log-requests", """
         uvicorn-log-level=* disable-uvicorn-access-log?* disable-access-log-for-endpoints=*
         """),
@@ -76,7 +76,7 @@ ROWS: tuple[tuple[Status, str, str], ...] = (
         data-parallel-external-lb? data-parallel-hybrid-lb? data-parallel-multi-port-external-lb?
         data-parallel-rpc-port data-parallel-start-rank=0
         data-parallel-supervisor-port=* dp-supervisor-probe-failure-threshold=*
-        dp-supervisor-probe-interval-s=* dp-supervisor-probe-timeout-s=* master-addr=* master-port=*
+        dp-supervisor-probe-interval-s=* dp-supervisor-probe-timeout-s=*
         enable-elastic-ep? enable-ep-weight-filter? enable-eplb? eplb-config
         expert-placement-strategy=linear
         """),

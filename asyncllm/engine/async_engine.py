@@ -53,7 +53,7 @@ class AsyncLLMEngine:
         self._starting = asyncio.Lock()
         self._loader = make_loader(args, self.config, self.recorder, self.stat_loggers)
         self._core: Core | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the core
+        self._loop: asyncio.AbstractEventLoop | None = None  # that starts, runs or closes the core
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
 
@@ -66,13 +66,16 @@ class AsyncLLMEngine:
 
         Cancelled, it ends at once; what it was loading is closed as soon as it is loaded, before
         another start loads anything and before `aclose` returns.
+        Raises `RuntimeError` where it starts or runs on another event loop.
         """
+        if not self._has_a_loop():
+            self._loop = asyncio.get_running_loop()
+        self._check_loop()
         async with self._starting:
             if self._closed:
                 raise EngineDeadError("the engine is closed")
             if self._core is None:
                 self._core = await self._loader.load(progress=self.show_progress)
-                self._loop = asyncio.get_running_loop()
 
     async def aclose(self) -> None:
         """End all requests with an error, stop the engine and give its memory back. Idempotent.
@@ -80,6 +83,8 @@ class AsyncLLMEngine:
         Cancelled, it goes on by itself; another call waits for its end.
         """
         if self._closing is None:
+            if self._has_a_loop():
+                self._check_loop()
             self._closing = asyncio.create_task(self._close(), name="asyncllm close")
         await asyncio.shield(self._closing)
 
@@ -282,12 +287,19 @@ class AsyncLLMEngine:
 
     def _on_its_loop(self) -> Core:
         core = self._core or self._running()
+        self._check_loop()
+        return core
+
+    def _has_a_loop(self) -> bool:
+        """Whether it starts, runs or closes: on another loop its futures would never be done."""
+        return self._core is not None or self._starting.locked()
+
+    def _check_loop(self) -> None:
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError(
                 "the engine runs on another event loop: from this thread call "
                 "asyncio.run_coroutine_threadsafe(coroutine, the loop that ran start)"
             )
-        return core
 
     def _running(self) -> Core:
         if self._core is not None:

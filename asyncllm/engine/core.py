@@ -17,6 +17,7 @@ from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.stats import AbortCause, SchedulerStats
 from asyncllm.lora import LoRARequest
+from asyncllm.mesh_config import RankStats
 from asyncllm.worker.work_counts import WorkCounts
 
 MAX_RESTARTS = 3
@@ -54,6 +55,10 @@ class Replica(Protocol):
     def work(self) -> WorkCounts: ...
 
     def health(self) -> str | None: ...
+
+    def ranks(self) -> Sequence[RankStats]:
+        """From rank 0 on."""
+        ...
 
 
 class Adapters(Protocol):

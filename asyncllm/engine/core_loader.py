@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
@@ -39,6 +40,7 @@ class CoreLoader:
         self._recorder = recorder
         self._stat_loggers = stat_loggers
         self._thread: ThreadPoolExecutor | None = None  # of the last worker
+        self._is_cancelled = threading.Event()  # that worker's load
 
     async def load(self, *, progress: bool) -> EngineCore:
         """Raises `ValueError` or `ModelLoadError` for what cannot run."""
@@ -73,25 +75,32 @@ class CoreLoader:
     async def _load_worker(self, progress: bool, imported: Future[None]) -> Worker:
         await self.join()  # the memory need not hold two
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-load")
-        told = partial(_tell, imported)
-        make = partial(_start_worker, self._config, progress=progress, imported=told)
+        told, self._is_cancelled = partial(_tell, imported), threading.Event()
+        make = partial(
+            _start_worker, self._config, self._is_cancelled.is_set, progress=progress, imported=told
+        )
         loading = self._thread.submit(make)
         self._thread.shutdown(wait=False)  # it ends with this load
         try:
             return await asyncio.wrap_future(loading)
         except BaseException:
+            self._is_cancelled.set()
             loading.add_done_callback(_close)
             raise
 
 
 def _start_worker(
-    config: EngineConfig, *, progress: bool, imported: Callable[[], object]
+    config: EngineConfig,
+    is_cancelled: Callable[[], bool],
+    *,
+    progress: bool,
+    imported: Callable[[], object],
 ) -> Worker:
     """Rank 0's worker, and where ranks share the model their processes. Raises as `Worker`."""
     if config.mesh.size == 1:
         return Worker(config, progress=progress, imported=imported)
     config, _ = settle(config)  # what no rank can do is said before there are processes
-    group = WorkerGroup(config)
+    group = WorkerGroup(config, is_cancelled)
     try:
         return Worker(
             config, progress=progress, imported=imported, connect=group.connect, group=group

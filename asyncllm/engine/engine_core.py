@@ -44,6 +44,7 @@ from asyncllm.errors import (
 )
 from asyncllm.host import in_own_thread
 from asyncllm.lora import LoRARequest
+from asyncllm.mesh_config import RankStats
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import Request
 from asyncllm.worker.work_counts import WorkCounts
@@ -226,6 +227,10 @@ class EngineCore:
 
     def stats(self) -> SchedulerStats:
         return self.live.scheduler.stats()
+
+    def ranks(self) -> list[RankStats]:
+        group = self.worker.group
+        return [RankStats(0), *(() if group is None else group.stats())]
 
     def picture(self, pages_per_cell: int) -> str:
         """The pages, a letter for so many: see `Pages`."""

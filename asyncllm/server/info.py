@@ -16,6 +16,7 @@ from asyncllm.server.observability.metrics import METRICS
 from asyncllm.server.service import SERVICE, Service
 
 VERSION = version("asyncllm")
+LATE_SECONDS = 2.0  # of a rank: /health names it
 _STARTED = int(time.time())
 
 
@@ -36,14 +37,21 @@ async def show_model(http: web.Request) -> web.Response:
 
 
 async def health(http: web.Request) -> web.Response:
-    """200, or 503 with the reason. The body is empty where all engines serve, else it names those
-    of several that do not."""
+    """200, or 503 with the reason. The body is empty where all is well, else it names engines that
+    do not serve, of several, and ranks for which others wait."""
     service = http.app[SERVICE]
     reason = "the server is shutting down" if service.draining else service.engine.health()
     if reason is not None:
         raise ApiError(503, reason)
-    each = enumerate(replica.health() for replica in service.engine.replicas)
-    return web.Response(text="\n".join(f"engine {rank}: {why}" for rank, why in each if why))
+    lines = []
+    for place, replica in enumerate(service.engine.replicas):
+        lines += [f"engine {place}: {why}"] if (why := replica.health()) else []
+        lines += [
+            f"engine {place}: rank {each.rank} is {each.lag_seconds:.1f} s late"
+            for each in replica.ranks()
+            if each.lag_seconds > LATE_SECONDS
+        ]
+    return web.Response(text="\n".join(lines))
 
 
 async def show_load(http: web.Request) -> web.Response:

@@ -93,6 +93,12 @@ class CollectiveMesh:
         call.wait()
         self.num_calls += 1
 
+    def limit(self, seconds: float) -> None:
+        """From now on a call ends with an error when it has waited so long for others: Gloo's do
+        not end by `close` while a rank that nobody can kill stands still."""
+        for group in {self._all, self._stage}:
+            group._set_default_timeout(timedelta(seconds=seconds))
+
     def close(self) -> None:
         """Ends calls that wait, with an error. From any thread."""
         self._all.abort()

@@ -52,8 +52,9 @@ def test_each_line_is_answered(
 ) -> None:
     monkeypatch.setenv("ASYNCLLM_API_KEY", "of somebody")
     source, target = write(tmp_path, LINES)
-    assert cli.main(["run-batch", "-i", source, "-o", target, *SMALL]) == 0
-    assert "3 answered, 8 failed" in capsys.readouterr().err
+    assert cli.main(["run-batch", "-i", source, "-o", target, *SMALL]) == 1
+    said = capsys.readouterr().err
+    assert "3 answered, 8 failed" in said and "2 of them are no requests of a batch" in said
     found = answers(target)
     assert [line["custom_id"] for line in found] == [
         line["custom_id"] if isinstance(line, dict) else None for line in LINES
@@ -80,10 +81,10 @@ def test_each_line_is_answered(
         assert words in by_id[custom_id]["error"]["message"]
 
 
-def test_all_well_is_exit_code_0(tmp_path: Path) -> None:
-    source, target = write(tmp_path, LINES[:1])
+def test_what_is_asked_and_refused_is_exit_code_0(tmp_path: Path) -> None:
+    source, target = write(tmp_path, [LINES[0], LINES[3], LINES[6]])
     assert cli.main(["run-batch", "--input-file", source, "--output-file", target, *SMALL]) == 0
-    assert len(answers(target)) == 1
+    assert [line["error"] is None for line in answers(target)] == [True, False, False]
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "in.jsonl"])

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from asyncllm.engine.data_parallel import wire
+from asyncllm.engine.data_parallel.connection import Connection
 from asyncllm.engine.stats import IterationStats, SchedulerStats, StepRecord
 from asyncllm.engine.text.prompt import ParsedPrompt
 from asyncllm.errors import (
@@ -20,6 +21,7 @@ from asyncllm.errors import (
     RequestFailedError,
     UnsupportedModelError,
 )
+from asyncllm.frames import LENGTH, MAX_FRAME_BYTES, frame
 from asyncllm.sampling_params import RequestOutputKind, SamplingParams
 from asyncllm.step_plan import StepKind
 from asyncllm.structured_outputs import ReasoningMarkers, StructuredOutputsParams
@@ -44,10 +46,10 @@ PARAMS = [
 
 async def connected(
     received: Any = lambda message: None, lost: Any = lambda why: None
-) -> tuple[wire.Connection, socket.socket]:
+) -> tuple[Connection, socket.socket]:
     """The engine's end, and the bare other one."""
     ours, theirs = socket.socketpair()
-    connection = wire.Connection(wire.ToEngine, received, lost)
+    connection = Connection(wire.ToEngine, received, lost)
     loop = asyncio.get_running_loop()
     await loop.create_unix_connection(lambda: connection, sock=ours)
     theirs.setblocking(False)
@@ -97,10 +99,7 @@ def test_messages_in_any_pieces() -> None:
         received: list[Any] = []
         connection, other = await connected(received.append)
         sent = [wire.Abort(f"r{i}", "disconnect") for i in range(50)]
-        body = b"".join(
-            wire.LENGTH.pack(len(frame)) + frame
-            for frame in (msgspec.msgpack.encode([message]) for message in sent)
-        )
+        body = b"".join(frame(msgspec.msgpack.encode([message])) for message in sent)
         rng = random.Random(0)
         while body:
             size = rng.randint(1, 40)
@@ -116,20 +115,20 @@ def test_messages_in_any_pieces() -> None:
 
 
 @pytest.mark.parametrize(
-    "frame",
+    "sent",
     [
-        wire.LENGTH.pack(wire.MAX_FRAME_BYTES + 1),
-        wire.LENGTH.pack(4) + b"\xff\xff\xff\xff",
-        wire.LENGTH.pack(6) + msgspec.msgpack.encode([["No"]]).ljust(6, b"\0"),
-        wire.LENGTH.pack(9) + msgspec.msgpack.encode([["Abort"]]).ljust(9, b"\0"),
+        LENGTH.pack(MAX_FRAME_BYTES + 1),
+        LENGTH.pack(4) + b"\xff\xff\xff\xff",
+        LENGTH.pack(6) + msgspec.msgpack.encode([["No"]]).ljust(6, b"\0"),
+        LENGTH.pack(9) + msgspec.msgpack.encode([["Abort"]]).ljust(9, b"\0"),
     ],
 )
-def test_what_is_no_message_ends_the_connection(frame: bytes) -> None:
+def test_what_is_no_message_ends_the_connection(sent: bytes) -> None:
     async def main() -> None:
         received: list[Any] = []
         reasons: list[str] = []
         _, other = await connected(received.append, reasons.append)
-        other.send(frame)
+        other.send(sent)
         await until(lambda: reasons)
         assert "no message" in reasons[0] and not received
         other.close()

@@ -70,6 +70,27 @@ def test_a_request_from_another_loop_is_refused_at_once() -> None:
     run(main())
 
 
+def test_another_loop_is_refused_while_the_engine_starts_and_may_not_close_it() -> None:
+    async def ask(engine: AsyncLLMEngine) -> None:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            for refused in (engine.generate("Hello", GREEDY), engine.start(), engine.aclose()):
+                with pytest.raises(RuntimeError, match="run_coroutine_threadsafe"):
+                    await refused
+
+    async def main() -> None:
+        engine = small_engine()
+        starting = asyncio.create_task(engine.start())
+        await asyncio.sleep(0)
+        assert engine.health() == "loading"
+        await asyncio.to_thread(asyncio.run, ask(engine))
+        await starting
+        await asyncio.to_thread(asyncio.run, ask(engine))
+        await settle(engine)
+        await engine.aclose()
+
+    run(main())
+
+
 def test_parameters_are_those_of_the_call() -> None:
     async def main() -> None:
         engine = small_engine()

@@ -20,6 +20,7 @@ from asyncllm.engine.stats import (
     StepRecord,
 )
 from asyncllm.engine.step_clock import LoopLag
+from asyncllm.mesh_config import RankStats
 from asyncllm.worker.work_counts import WorkCounts
 
 
@@ -67,6 +68,9 @@ class FakeReplica:
 
     def health(self) -> str | None:
         return None
+
+    def ranks(self) -> list[RankStats]:
+        return [RankStats(0)]
 
 
 def snapshot(*recorders: Recorder) -> Snapshot:

@@ -10,6 +10,7 @@ import pytest
 
 from asyncllm.attention.base import PrefillRows
 from asyncllm.config import EngineArgs
+from asyncllm.frames import LENGTH, MAX_FRAME_BYTES, Frames, frame
 from asyncllm.mesh_config import MeshConfig
 from asyncllm.step_plan import StateMoves
 from asyncllm.worker.packed_step import (
@@ -19,11 +20,10 @@ from asyncllm.worker.packed_step import (
     SamplingExtras,
     SlotChanges,
 )
-from asyncllm.worker.ranks.connection import Frames
 from asyncllm.worker.ranks.messages import (
-    LENGTH,
-    MAX_FRAME_BYTES,
     Kind,
+    Message,
+    decode,
     decode_config,
     decode_step,
     encode,
@@ -34,6 +34,10 @@ from asyncllm.worker.ranks.messages import (
 
 def int32(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int32)
+
+
+def received(sent: bytes) -> list[Message]:
+    return [*map(decode, Frames().feed(sent))]
 
 
 DECODES = PackedStep(int32(1, 2), int32(7, 8), int32(1, 2), adapters=True)
@@ -60,7 +64,7 @@ MIXED = PackedStep(
 
 @pytest.mark.parametrize("step", [DECODES, MIXED], ids=["decodes", "mixed"])
 def test_a_step_arrives_as_it_was(step: PackedStep) -> None:
-    (message,) = Frames().feed(encode(Kind.STEP, *step_content(step)))
+    (message,) = received(encode(Kind.STEP, *step_content(step)))
     assert message[0] is Kind.STEP
     arrived = decode_step(list(message[1:]))
     assert arrived.has_prompts == step.has_prompts and arrived.shape == step.shape
@@ -78,7 +82,7 @@ def test_no_field_of_a_step_is_forgotten() -> None:
 def test_frames_come_in_any_pieces() -> None:
     sent = encode(Kind.CLEAR_PAGES, [1, 2]) + encode(Kind.PING) + encode(Kind.DONE, "why")
     frames = Frames()
-    found = [message for byte in sent for message in frames.feed(bytes([byte]))]
+    found = [decode(body) for byte in sent for body in frames.feed(bytes([byte]))]
     assert found == [(Kind.CLEAR_PAGES, [1, 2]), (Kind.PING,), (Kind.DONE, "why")]
 
 
@@ -87,23 +91,23 @@ def test_frames_come_in_any_pieces() -> None:
 )
 def test_what_is_no_message_is_refused(body: bytes) -> None:
     with pytest.raises(ValueError):
-        Frames().feed(LENGTH.pack(len(body)) + body)
+        received(frame(body))
 
 
 def test_a_frame_has_a_limit() -> None:
     with pytest.raises(ValueError, match="over"):
-        Frames().feed(LENGTH.pack(MAX_FRAME_BYTES + 1))
+        received(LENGTH.pack(MAX_FRAME_BYTES + 1))
 
 
 def test_settings_arrive_as_rank_0_has_them() -> None:
     args = EngineArgs("tiny", device="cpu", tensor_parallel_size=2, max_num_seqs=7, swap_space=0.5)
     config = args.create_engine_config()
-    ((_, sent),) = Frames().feed(encode(Kind.START, encode_config(config)))
+    ((_, sent),) = received(encode(Kind.START, encode_config(config)))
     arrived = decode_config(sent, 1)
     assert arrived.mesh == MeshConfig(2, 1)
     only_rank_0 = {"mesh", "model", "tokenizer_path", "logits_processors", "chat_template"}
     for field in fields(config):
-        if field.name not in only_rank_0 | {"generation_defaults"}:
+        if field.name not in only_rank_0 | {"generation_defaults", "cluster"}:
             assert getattr(arrived, field.name) == getattr(config, field.name), field.name
     assert arrived.model.path == config.model.path
     assert arrived.model.hf_config.to_dict() == config.model.hf_config.to_dict()

@@ -35,6 +35,7 @@ from asyncllm.errors import (
     RequestFailedError,
 )
 from asyncllm.lora import LoRARequest
+from asyncllm.mesh_config import MeshConfig, RankStats
 from asyncllm.outputs import CompletionOutput, Logprob, RequestOutput
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.worker.work_counts import WorkCounts
@@ -130,6 +131,7 @@ class FakeRequest:
 class FakeEngine:
     def __init__(self) -> None:
         self.config = SimpleNamespace(
+            mesh=MeshConfig(),
             enable_lora=False,
             data_parallel_rank=0,
             max_loras=8,
@@ -183,6 +185,9 @@ class FakeEngine:
     @property
     def replicas(self) -> tuple[FakeEngine, ...]:
         return (self,)
+
+    def ranks(self) -> list[RankStats]:
+        return [RankStats(0)]
 
     def picture(self, pages_per_cell: int) -> str:
         return BlockManager(100, 16).device.picture(pages_per_cell)

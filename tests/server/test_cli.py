@@ -266,3 +266,31 @@ def test_python_m_is_the_command() -> None:
 def test_what_fails_early_does_not_wait_for_torch() -> None:
     code = "import sys, asyncllm.cli; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("ends", ["return 3", "raise SystemExit(3)"])
+def test_the_process_ends_behind_its_exit_handlers(ends: str) -> None:
+    code = f"""
+import atexit, logging, logging.handlers, sys, threading, time
+import asyncllm.__main__ as command
+
+class Library:
+    def __del__(self): print("taken apart")
+
+def main():
+    global library, held
+    library = Library()
+    held = logging.handlers.MemoryHandler(9, target=logging.StreamHandler(sys.stdout))
+    logging.getLogger().addHandler(held)
+    logging.getLogger().warning("logged")
+    threading.Thread(target=lambda: (time.sleep(0.2), print("thread ended"))).start()
+    atexit.register(print, "handler ran")
+    {ends}
+
+command.main = main
+sys.exit(command.run())
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 3, done.stderr
+    said = ["thread ended", "handler ran", "logged"]
+    assert done.stdout.splitlines() == (said if ends == "return 3" else [*said, "taken apart"])

@@ -17,7 +17,7 @@ from tests.server.promql import Query, Scrape
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "asyncllm.json"
 # Nothing fails or is swapped here; a rate of 0 / 0 is what it then should be.
 MAY_BE_ZERO = re.compile(
-    "aborts|preempt|swapped|padding|graph|starved|launch_lead|num_requests|kv_cache_usage"
+    "aborts|preempt|swapped|padding|graph|starved|launch_lead|num_requests|kv_cache_usage|rank_lag"
 )
 
 
@@ -80,7 +80,7 @@ def test_every_query_against_a_live_server() -> None:
         families = {re.sub("_(bucket|count|sum)$", "", name) for name in not_drawn} - drawn
         assert families == {
             "asyncllm:cache_config_info",  # constants
-            "asyncllm:engine_up",  # /health says it, too
+            "asyncllm:engine_up", "asyncllm:rank_up",  # /health says it, too
             "asyncllm:num_preemptions_total",  # by mode
             "asyncllm:num_requests_swapped", "asyncllm:num_requests_waiting",  # by reason
             "asyncllm:prompt_tokens_total", "asyncllm:prompt_tokens_cached_total",  # by source

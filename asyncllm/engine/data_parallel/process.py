@@ -1,29 +1,25 @@
 """An engine in a process of its own: `AsyncLLMEngine` behind a socket, for as long as that is open.
 
-Started by `RemoteCore` with its end of the socket. It ends with its parent, however that ends, and
-leaves signals to it: Ctrl-C reaches all processes of a terminal, and the parent drains first.
+Started by `RemoteCore` with its end of the socket; it ends with its parent, however that ends.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import logging
-import os
-import signal
 import socket
-import sys
 from typing import Any
 
 import uvloop
 
+from asyncllm.child_process import parent_socket
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.data_parallel import wire
+from asyncllm.engine.data_parallel.connection import Connection
 from asyncllm.engine.stats import IterationStats, SchedulerStats
 from asyncllm.outputs import RequestOutput
 
-PR_SET_PDEATHSIG = 1
 BEAT_SECONDS = 1.0
 MAX_PAGE_CELLS = 1024
 YOUNG_OBJECTS = 100_000  # before a collection: requests leave nothing for one
@@ -34,7 +30,7 @@ class EngineServer:
 
     def __init__(self) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.connection = wire.Connection(wire.ToEngine, self._received, self._lost)
+        self.connection = Connection(wire.ToEngine, self._received, self._lost)
         self._engine: AsyncLLMEngine | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -120,7 +116,7 @@ class EngineServer:
             self.connection.send(
                 wire.Beat(
                     engine.health(), engine.stats(), replica.picture(pages_per_cell),
-                    pages_per_cell, running, waiting, totals,
+                    pages_per_cell, running, waiting, totals, list(replica.ranks()),
                 )
             )  # fmt: skip
             await asyncio.sleep(BEAT_SECONDS)
@@ -193,20 +189,5 @@ async def serve(connected: socket.socket) -> None:
     await server.close()
 
 
-def end_with(parent: int) -> None:
-    """Also where the parent is killed while this process cannot run Python."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended already
-        os._exit(0)
-
-
-def main() -> None:
-    """argv: the parent's process id, the socket's file descriptor."""
-    end_with(int(sys.argv[1]))
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    uvloop.run(serve(socket.socket(fileno=int(sys.argv[2]))))
-
-
 if __name__ == "__main__":
-    main()
+    uvloop.run(serve(parent_socket()))

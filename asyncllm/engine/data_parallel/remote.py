@@ -10,41 +10,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from asyncllm.engine.arrival import Submission
 from asyncllm.engine.core import Restarts
 from asyncllm.engine.data_parallel import wire
 from asyncllm.engine.data_parallel.remote_adapters import RemoteAdapters
+from asyncllm.engine.data_parallel.remote_requests import RemoteRequests
 from asyncllm.engine.data_parallel.spawn import EngineProcess
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
-from asyncllm.engine.text.prompt import parse_prompt
-from asyncllm.errors import EngineDeadError, InvalidRequestError, RequestFailedError
-from asyncllm.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
-from asyncllm.sampling_params import SamplingParams
+from asyncllm.errors import EngineDeadError, InvalidRequestError
+from asyncllm.mesh_config import RankStats
 from asyncllm.worker.work_counts import WorkCounts
 
 logger = logging.getLogger("asyncllm")
 
 SILENCE_SECONDS = 8.0  # of an engine that beats each second
 CHECK_SECONDS = 0.5
-
-
-@dataclass(slots=True, eq=False)
-class _Live:
-    """A request that the engine has, or is about to take."""
-
-    given: Submission
-    text: str | None
-    token_ids: list[int]
-    open: set[int]  # answers that go on
-    metrics: RequestMetrics
-    accepted: asyncio.Future[None]
 
 
 class RemoteCore:
@@ -71,7 +58,7 @@ class RemoteCore:
         self._args = args
         self._environment = environment
         self._stat_loggers = stat_loggers
-        self._live: dict[str, _Live] = {}
+        self._requests = RemoteRequests(rank, recorder, self._send)
         self._stats = SchedulerStats()
         self._beat: wire.Beat | None = None
         self._down: str | None = "loading"  # why it has no process that serves
@@ -139,14 +126,7 @@ class RemoteCore:
         self.changed(False)
         if self.adapters is not None:
             self.adapters.lost(why)
-        live, self._live = self._live, {}
-        for name, each in live.items():
-            if not each.accepted.done():
-                each.accepted.set_exception(EngineDeadError(f"engine {self.rank}: {why}"))
-            else:
-                error = RequestFailedError(f"request {name}: engine {self.rank}: {why}")
-                self._tell(each, self._last(each, "error", error))
-                self.recorder.finished["error"] += 1
+        self._requests.lose(why)
 
     async def _restart(self) -> None:
         await self._start_process()
@@ -173,16 +153,14 @@ class RemoteCore:
 
     def _received(self, message: wire.FromEngine) -> None:
         match message:
-            case wire.Text(request_id, text, num_tokens):
-                if (live := self._live.get(request_id)) is not None:
-                    self._tell_text(live, text, num_tokens)
+            case wire.Text():
+                self._requests.take_text(message)
             case wire.Output():
-                if (live := self._live.get(message.request_id)) is not None:
-                    self._take(live, message)
+                self._requests.take(message)
             case wire.Record():
                 self._record(message)
             case wire.Accepted(request_id, error):
-                self._settle(request_id, error)
+                self._requests.settle(request_id, error)
             case wire.Beat():
                 self._take_beat(message)
             case wire.Done(number, error):
@@ -197,16 +175,6 @@ class RemoteCore:
                     self._starting.set_exception(error.error)
                 elif self._process is not None:
                     self._process.lose(error.text)
-
-    def _settle(self, request_id: str, error: wire.Error | None) -> None:
-        live = self._live.get(request_id)
-        if live is None or live.accepted.done():
-            return
-        if error is None:
-            live.accepted.set_result(None)
-        else:
-            del self._live[request_id]
-            live.accepted.set_exception(error.error)
 
     def _record(self, message: wire.Record) -> None:
         self._stats, iteration = message.stats, message.iteration
@@ -230,103 +198,14 @@ class RemoteCore:
         steps, self.work.num_tokens, self.work.num_padding = totals["work"]
         self.work.steps.update({(kind, mode): count for kind, mode, count in steps})
 
-    # --- requests ----------------------------------------------------------------------------
-
     async def submit(self, given: Submission) -> None:
         """As `EngineCore.submit`."""
-        name = given.arrival.request_id
         if self._down is not None:
             raise EngineDeadError(f"engine {self.rank}: {self._down}")
-        if name in self._live:
-            raise InvalidRequestError(f"request_id {name!r} is in use", "request_id")
-        params = given.params or self.input_processor.default_params({})
-        live = _live(given, params)
-        self._send(
-            wire.Submit(
-                name,
-                parse_prompt(given.prompt),
-                wire.params_to_wire(params),
-                given.priority,
-                given.cache_salt,
-                None if given.lora_request is None else wire.Adapter.of(given.lora_request),
-                given.text_sink is not None,
-            )
-        )
-        self._live[name] = live
-        try:
-            await live.accepted
-        except asyncio.CancelledError:
-            self._drop(name, "application")
-            raise
-        if given.arrival.is_aborted:
-            self._drop(name, "application")
-
-    def _drop(self, request_id: str, cause: AbortCause) -> _Live | None:
-        live = self._live.pop(request_id, None)
-        if live is not None:
-            self._send(wire.Abort(request_id, cause))
-        return live
+        await self._requests.submit(given, given.params or self.input_processor.default_params({}))
 
     def abort(self, request_id: str, cause: AbortCause) -> None:
-        """Its client hears of it at once; what the engine still says of it is dropped."""
-        known = self._live.get(request_id)
-        if known is None or not known.accepted.done():  # else `submit` is told
-            return
-        self._drop(request_id, cause)
-        self.recorder.aborts[cause] += 1
-        self._tell(known, self._last(known, "abort"))
-
-    def _take(self, live: _Live, message: wire.Output) -> None:
-        if message.finished:
-            del self._live[message.request_id]
-        live.open -= {each.index for each in message.outputs if each.finish_reason is not None}
-        live.metrics = message.metrics or live.metrics
-        self._tell(
-            live,
-            RequestOutput(
-                message.request_id,
-                live.text,
-                live.token_ids,
-                message.prompt_logprobs,
-                message.outputs,
-                message.finished,
-                live.metrics,
-                message.num_cached_tokens,
-                None if message.error is None else message.error.error,
-                message.num_unreturned_tokens,
-            ),
-        )
-
-    def _last(
-        self, live: _Live, reason: FinishReason, error: Exception | None = None
-    ) -> RequestOutput:
-        live.metrics.finished_time = time.monotonic()
-        outputs = [CompletionOutput(i, "", [], finish_reason=reason) for i in sorted(live.open)]
-        return RequestOutput(
-            live.given.arrival.request_id, live.text, live.token_ids, None, outputs, True,
-            live.metrics, error=error,
-        )  # fmt: skip
-
-    def _tell(self, live: _Live, output: RequestOutput) -> None:
-        try:
-            live.given.sink(output)
-        except Exception as error:
-            self._sink_failed(live, error, output.finished)
-
-    def _tell_text(self, live: _Live, text: str, num_tokens: int) -> None:
-        assert live.given.text_sink is not None, "text was not asked for"
-        try:
-            live.given.text_sink(text, num_tokens)
-        except Exception as error:
-            self._sink_failed(live, error, is_over=False)
-
-    def _sink_failed(self, live: _Live, error: Exception, is_over: bool) -> None:
-        """It ends its own request, with an error, and nobody else's."""
-        name = live.given.arrival.request_id
-        logger.error("request %s: its sink failed", name, exc_info=error)
-        if not is_over and self._drop(name, "application") is not None:
-            failed = RequestFailedError(f"request {name}: its sink failed: {error}")
-            self._tell(live, self._last(live, "error", failed))
+        self._requests.abort(request_id, cause)
 
     # --- views -------------------------------------------------------------------------------
 
@@ -349,6 +228,13 @@ class RemoteCore:
             return self._down
         return self._beat.health
 
+    def ranks(self) -> list[RankStats]:
+        """Of the last beat."""
+        if self._beat is not None:
+            return self._beat.ranks
+        sizes = self._args["tensor_parallel_size"], self._args["pipeline_parallel_size"]
+        return [RankStats(rank, is_up=False) for rank in range(math.prod(sizes))]
+
     def stats(self) -> SchedulerStats:
         return self._stats
 
@@ -370,19 +256,7 @@ class RemoteCore:
 
     def check_idle(self) -> None:
         """As far as this process knows."""
-        assert not self._live, f"requests are live: {sorted(self._live)}"
+        self._requests.check_idle()
 
     def reset_prefix_cache(self) -> None:
         self._send(wire.ResetPrefixCache())
-
-
-def _live(given: Submission, params: SamplingParams) -> _Live:
-    parsed = parse_prompt(given.prompt)
-    return _Live(
-        given,
-        parsed.text,
-        parsed.token_ids or [],
-        set(range(params.n)),
-        RequestMetrics(arrival_time=time.monotonic()),
-        asyncio.get_running_loop().create_future(),
-    )

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
+from asyncllm.child_process import start_child
 from asyncllm.engine.data_parallel import wire
+from asyncllm.engine.data_parallel.connection import Connection
 from asyncllm.host import in_own_thread
 
 MODULE = "asyncllm.engine.data_parallel.process"
-STDERR = 2
 EXIT_SECONDS = 5.0  # to end by itself, once it is told to
 
 
@@ -29,21 +27,12 @@ class EngineProcess:
         self.last_heard = time.monotonic()
         self._environment = environment
         self._received = received
-        self.connection = wire.Connection(wire.FromEngine, self._hear, self.lose)
+        self.connection = Connection(wire.FromEngine, self._hear, self.lose)
         self._process: subprocess.Popen[bytes] | None = None
 
     async def connect(self) -> None:
         """Start it, in this thread: it ends with the thread that started it. Raises `OSError`."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(  # noqa: ASYNC220 (a fork, at the start)
-                [sys.executable, "-m", MODULE, str(os.getpid()), str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=STDERR,  # stdout is for the application
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **self._environment},
-                start_new_session=True,  # Ctrl-C is for its parent alone
-            )
+        self._process, ours = start_child(MODULE, self._environment)
         loop = asyncio.get_running_loop()
         await loop.create_unix_connection(lambda: self.connection, sock=ours)
 

@@ -1,4 +1,4 @@
-"""What the server's process and an engine's process say to each other, as length-prefixed msgpack.
+"""What the server's process and an engine's process say to each other, as frames of msgpack.
 
 Each message is a record with a tag; what is not of these types is refused while it is decoded, so
 nothing that arrives is ever code. A request's prompt is sent once and never back. Times are
@@ -7,11 +7,8 @@ nothing that arrives is ever code. A request's prompt is sent once and never bac
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from dataclasses import asdict, fields
-from struct import Struct as Packing
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -33,13 +30,12 @@ from asyncllm.errors import (
     RequestFailedError,
 )
 from asyncllm.lora import LoRARequest
+from asyncllm.mesh_config import RankStats
 from asyncllm.outputs import CompletionOutput, Logprob, RequestMetrics
 from asyncllm.sampling_params import RequestOutputKind, SamplingParams
 from asyncllm.step_plan import StepKind
 from asyncllm.structured_outputs import ReasoningMarkers, StructuredOutputsParams
 
-LENGTH = Packing("<I")
-MAX_FRAME_BYTES = 1 << 28
 ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
@@ -217,6 +213,7 @@ class Beat(Message):
     running: list[str]  # adapters
     waiting: list[str]
     totals: dict[str, Any]
+    ranks: list[RankStats]
 
 
 class Done(Message):
@@ -256,74 +253,3 @@ def params_from_wire(given: dict[str, Any]) -> SamplingParams:
             values["after"] = ReasoningMarkers(**values["after"])
         given["structured_outputs"] = StructuredOutputsParams(**values)
     return SamplingParams(**given)
-
-
-# --- the connection ------------------------------------------------------------------------------
-
-
-class Connection(asyncio.Protocol):
-    """One end of a socket: `received` gets each message, `lost` why there will be no more."""
-
-    def __init__(
-        self, types: Any, received: Callable[[Any], None], lost: Callable[[str], None]
-    ) -> None:
-        self._decoder = msgspec.msgpack.Decoder(list[types])
-        self._encoder = msgspec.msgpack.Encoder()
-        self._received = received
-        self._lost = lost
-        self._bytes = bytearray()
-        self._transport: asyncio.Transport | None = None
-        self._unsent: list[Message] = []
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
-
-    def data_received(self, data: bytes) -> None:
-        self._bytes += data
-        try:
-            while (frame := self._frame()) is not None:
-                for message in self._decoder.decode(frame):
-                    self._received(message)
-        except (msgspec.MsgspecError, ValueError) as error:
-            self._end(f"it sent what is no message: {error}")
-
-    def _frame(self) -> bytes | None:
-        if len(self._bytes) < LENGTH.size:
-            return None
-        (size,) = LENGTH.unpack_from(self._bytes)
-        if size > MAX_FRAME_BYTES:
-            raise ValueError(f"{size} bytes are over {MAX_FRAME_BYTES}")
-        end = LENGTH.size + size
-        if len(self._bytes) < end:
-            return None
-        frame = bytes(self._bytes[LENGTH.size : end])
-        del self._bytes[:end]
-        return frame
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._end("its connection is closed" if error is None else str(error))
-
-    def send(self, message: Message) -> None:
-        """With all others of this turn of the loop, in one frame. Without effect after the end."""
-        if not self._unsent:
-            asyncio.get_running_loop().call_soon(self.flush)
-        self._unsent.append(message)
-
-    def flush(self) -> None:
-        unsent, self._unsent = self._unsent, []
-        if unsent and self._transport is not None:
-            body = self._encoder.encode(unsent)
-            self._transport.write(LENGTH.pack(len(body)) + body)
-
-    def close(self) -> None:
-        """What was sent before still goes. `lost` is not called."""
-        self.flush()
-        transport, self._transport = self._transport, None
-        if transport is not None:
-            transport.close()
-
-    def _end(self, why: str) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-            self._transport = None
-            self._lost(why)

@@ -37,6 +37,7 @@ from asyncllm.engine.recorder import (
     Recorder,
 )
 from asyncllm.engine.stats import SchedulerStats
+from asyncllm.mesh_config import RankStats
 from asyncllm.step_plan import StepKind
 from asyncllm.worker.work_counts import WorkCounts
 
@@ -52,6 +53,7 @@ class Source:
     work: WorkCounts
     loop_cpu_seconds: float
     is_up: int
+    ranks: Sequence[RankStats]
 
 
 Read = Callable[[Source], float]
@@ -157,9 +159,12 @@ class Metrics:
         """Raises `EngineDeadError` where there is no engine to read."""
         engine, cpu = self._engine, time.thread_time()
         sources = [
-            Source(each.stats(), each.recorder, each.work, cpu, int(each.health() is None))
+            Source(
+                each.stats(), each.recorder, each.work, cpu, int(each.health() is None),
+                each.ranks(),
+            )
             for each in engine.replicas
-        ]
+        ]  # fmt: skip
         if self._exposition is None:
             self._exposition = self._make_exposition(sources)
         adapters = self._adapters(sources) if engine.config.enable_lora else ""
@@ -174,6 +179,7 @@ class Metrics:
     def _make_exposition(self, sources: Sequence[Source]) -> Exposition:
         exposition = Exposition(self._prefix, [*map(self._labels, range(len(sources)))])
         recorder = sources[0].recorder  # all are alike
+        _add_ranks(exposition, self._engine.config.mesh.size)
         _add_scheduler(exposition)
         _add_tokens(exposition)
         _add_requests(exposition, recorder)
@@ -201,9 +207,25 @@ class Metrics:
         return exposition.render(sources)
 
 
-def _add_scheduler(to: Exposition) -> None:
+def _add_ranks(to: Exposition, num_ranks: int) -> None:
     to.add("gauge", "engine_up", "1 where the engine serves requests.",
            ({}, lambda s: s.is_up))  # fmt: skip
+    to.add("gauge", "rank_up", "0 of the rank whose loss ended the others.",
+           *(({"rank": str(rank)}, _rank_up(rank)) for rank in range(num_ranks)))  # fmt: skip
+    to.add("gauge", "rank_lag_seconds",
+           "How long a rank beyond the first has not answered, or kept the others waiting.",
+           *(({"rank": str(rank)}, _rank_lag(rank)) for rank in range(num_ranks)))  # fmt: skip
+
+
+def _rank_up(rank: int) -> Read:
+    return lambda s: 1 if s.ranks[rank].is_up else 0
+
+
+def _rank_lag(rank: int) -> Read:
+    return lambda s: s.ranks[rank].lag_seconds
+
+
+def _add_scheduler(to: Exposition) -> None:
     to.add("gauge", "num_requests_running", "Sequences that own a slot.",
            ({}, lambda s: s.stats.num_running))  # fmt: skip
     to.add("gauge", "num_requests_waiting", "Sequences that wait, swapped ones included.",

@@ -14,33 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from asyncllm.worker.ranks.messages import LENGTH, MAX_FRAME_BYTES, Message, decode
+from asyncllm.frames import Frames
+from asyncllm.worker.ranks.messages import Message, decode
 
 READ_BYTES = 1 << 16
 MAX_UNSENT_BYTES = 1 << 28  # of steps that a rank does not take
 TICK_SECONDS = 0.5
-
-
-class Frames:
-    """Cuts a stream of bytes into messages."""
-
-    def __init__(self) -> None:
-        self._bytes = bytearray()
-
-    def feed(self, received: bytes) -> list[Message]:
-        """Those that are now complete. Raises `ValueError` for what is none."""
-        self._bytes += received
-        found: list[Message] = []
-        while len(self._bytes) >= LENGTH.size:
-            (size,) = LENGTH.unpack_from(self._bytes)
-            if size > MAX_FRAME_BYTES:
-                raise ValueError(f"a message of {size} bytes is over {MAX_FRAME_BYTES}")
-            end = LENGTH.size + size
-            if len(self._bytes) < end:
-                break
-            found.append(decode(bytes(self._bytes[LENGTH.size : end])))
-            del self._bytes[:end]
-        return found
 
 
 class Peer:
@@ -164,7 +143,7 @@ class PeerThread:
     def _read(self, peer: Peer) -> None:
         try:
             received = peer.socket.recv(READ_BYTES)
-            messages = peer.frames.feed(received)
+            messages = [*map(decode, peer.frames.feed(received))]
         except BlockingIOError:
             return
         except (OSError, ValueError) as error:

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
-import signal
 import socket
-import sys
 import threading
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,16 +19,19 @@ from typing import Any
 
 import torch
 
+from asyncllm.child_process import parent_socket
 from asyncllm.config import EngineConfig
 from asyncllm.errors import LoRALoadError
+from asyncllm.frames import Frames
 from asyncllm.models.parallel.collectives import CollectiveMesh, find_store
 from asyncllm.models.parallel.mesh import Mesh
-from asyncllm.worker.ranks.connection import READ_BYTES, Frames
+from asyncllm.worker.ranks.connection import READ_BYTES
 from asyncllm.worker.ranks.messages import (
     CaptureGraph,
     ClearPages,
     Kind,
     Message,
+    decode,
     decode_config,
     decode_step,
     encode,
@@ -39,8 +39,6 @@ from asyncllm.worker.ranks.messages import (
 from asyncllm.worker.worker import Worker
 
 logger = logging.getLogger("asyncllm")
-
-PR_SET_PDEATHSIG = 1
 
 
 class Follower:
@@ -86,8 +84,10 @@ class Follower:
     def _connect(self, config: EngineConfig, host: str, port: int) -> Mesh:
         store = find_store(config.mesh.size, host, port)
         self._send(Kind.JOINS)
-        # The address by which rank 0 is reached is one by which this rank is reached.
-        self._mesh = CollectiveMesh(config.mesh, store, host, torch.device(config.device))
+        own = host  # on the host of rank 0, which reaches itself by it
+        if self._socket.family != socket.AF_UNIX:
+            own = self._socket.getsockname()[0]
+        self._mesh = CollectiveMesh(config.mesh, store, own, torch.device(config.device))
         return self._mesh
 
     def _do(self, worker: Worker, message: Message) -> None:
@@ -136,7 +136,7 @@ class Follower:
         frames = Frames()
         try:
             while received := self._socket.recv(READ_BYTES):
-                for message in frames.feed(received):
+                for message in map(decode, frames.feed(received)):
                     if message == (Kind.PING,):
                         calls = 0 if self._mesh is None else self._mesh.num_calls
                         self._send(Kind.PONG, self._num_done, calls)
@@ -148,16 +148,5 @@ class Follower:
             os._exit(0)
 
 
-def end_with_parent() -> None:
-    """Also where the parent is killed while this process cannot run Python."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def main() -> None:
-    end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    Follower(socket.socket(fileno=int(sys.argv[1]))).run()
-
-
 if __name__ == "__main__":
-    main()
+    Follower(parent_socket()).run()

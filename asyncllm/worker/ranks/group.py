@@ -1,7 +1,7 @@
 """Rank 0's side of the other ranks: it starts them, tells them each step, and notices who is lost.
 
     event loop        send_step, send_command: in the order of rank 0's own launches
-    asyncllm-ranks    the sockets; starts the processes; asks each rank twice a second how far it is
+    asyncllm-ranks    the sockets; starts the ranks; asks each rank now and then how far it is
 
 A rank is lost when its process or its connection ends, when it says that it failed, when it does
 not answer, or when it has work and gets no further, each for `distributed_timeout_seconds`. One
@@ -11,12 +11,8 @@ them with an error, and `failure` says which rank it was and why.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -27,10 +23,13 @@ from typing import Any
 import torch
 
 from asyncllm.config import EngineConfig
+from asyncllm.mesh_config import RankStats
 from asyncllm.models.parallel.collectives import CollectiveMesh, open_store
 from asyncllm.models.parallel.mesh import Mesh
 from asyncllm.worker.packed_step import PackedStep
 from asyncllm.worker.ranks.connection import PeerThread
+from asyncllm.worker.ranks.handshake import read_secret
+from asyncllm.worker.ranks.joining import JoinedRanks, listen
 from asyncllm.worker.ranks.messages import (
     CaptureGraph,
     ClearPages,
@@ -41,12 +40,11 @@ from asyncllm.worker.ranks.messages import (
     encode_config,
     step_content,
 )
+from asyncllm.worker.ranks.processes import ChildRanks, Ranks
 
 logger = logging.getLogger("asyncllm")
 
-HOST = "127.0.0.1"
-FOLLOWER = "asyncllm.worker.ranks.follower"
-EXIT_SECONDS = 5.0  # for a rank to end by itself
+QUESTIONS = 8  # to each rank in `distributed_timeout_seconds`: how far it is
 
 
 class RankLostError(RuntimeError):
@@ -66,14 +64,16 @@ class _Progress:
 
 
 class WorkerGroup:
-    """Starts a process for each rank of `config.mesh` but the first. `config` is settled. Raises
-    `OSError`."""
+    """Starts each rank of `config.mesh` but the first, or waits until it has joined, as long as it
+    is not `is_cancelled`. `config` is settled. Raises `OSError`, `ValueError`, `ModelLoadError`."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(
+        self, config: EngineConfig, is_cancelled: Callable[[], bool] = lambda: False
+    ) -> None:
         self._config = config
         self._timeout = config.distributed_timeout_seconds
         self._progress = {rank: _Progress() for rank in range(1, config.mesh.size)}
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._ranks = find_ranks(config, is_cancelled)
         self._mesh: CollectiveMesh | None = None
         self._num_sent = 0  # messages that are to be done in order
         self._sending = threading.Lock()
@@ -81,8 +81,9 @@ class WorkerGroup:
         self._failing = threading.Lock()
         self._asked = 0.0
         self.failure: str | None = None
+        self._lost_rank: int | None = None
         self._on_failure: Callable[[str], object] = lambda reason: None
-        listener = socket.create_server((HOST, 0))
+        listener = listen(config.cluster.address, 0)
         self._address = listener.getsockname()[:2]
         self._store = open_store(config.mesh.size, listener)
         self._thread = PeerThread(self._start, self._received, self._lost, self._tick)
@@ -94,7 +95,9 @@ class WorkerGroup:
         for progress in self._progress.values():
             progress.joins.result()
         device = torch.device(self._config.device)
-        self._mesh = CollectiveMesh(self._config.mesh, self._store, HOST, device)
+        self._mesh = CollectiveMesh(
+            self._config.mesh, self._store, self._config.cluster.address, device
+        )
         return self._mesh
 
     def wait_ready(self, num_pages: int) -> None:
@@ -105,12 +108,33 @@ class WorkerGroup:
                 self._fail(rank, f"it has {found} KV pages, rank 0 has {num_pages}")
                 raise RankLostError(self.failure)
             progress.moved = time.monotonic()
+        if self._mesh is not None and self._config.device == "cpu":
+            self._mesh.limit(2 * self._timeout)  # whoever is late is lost by then
 
     def on_failure(self, tell: Callable[[str], object]) -> None:
         """Call it once, in some thread, when a rank is lost, or now if one is."""
         self._on_failure = tell
         if self.failure is not None:
             tell(self.failure)
+
+    def stats(self) -> list[RankStats]:
+        """Of the ranks beyond the first. For any thread."""
+        now, every = time.monotonic(), self._timeout / QUESTIONS
+        late = self._late(now)
+        slowest = min((self._progress[rank].num_calls for rank in late), default=0)
+        lags = {
+            rank: waited - every
+            for rank, waited in late.items()
+            if self._progress[rank].num_calls == slowest  # the others wait for it
+        }
+        for peer in self._thread.peers:
+            if self._progress[peer.rank].ready.done():
+                silent = now - peer.last_heard - every
+                lags[peer.rank] = max(silent, lags.get(peer.rank, 0.0))
+        return [
+            RankStats(rank, rank != self._lost_rank, max(lags.get(rank, 0.0), 0.0))
+            for rank in self._progress
+        ]
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -168,38 +192,31 @@ class WorkerGroup:
     # --- end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End all processes; returns when they have ended."""
+        """End all ranks; returns when those of this host have ended."""
         is_whole, self.failure = self.failure is None, self.failure or "the group is closed"
         self._thread.close()  # their connections: they end by that
-        until = time.monotonic() + EXIT_SECONDS
-        for process in self._processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, until - time.monotonic()))
-            process.kill()
-            process.wait()
+        for ranks in self._ranks:
+            ranks.close()
         if self._mesh is not None and is_whole:
             self._mesh.close()
 
     # --- in the thread -----------------------------------------------------------------------
 
     def _start(self) -> list[socket.socket]:
-        sockets = []
-        for rank in self._progress:
-            ours, theirs = socket.socketpair()
-            with theirs:
-                command = [sys.executable, "-m", FOLLOWER, str(theirs.fileno())]
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # Ctrl-C is rank 0's
-                    env={**os.environ, **_environment(self._config, rank)},
-                )
-            self._processes.append(process)
-            settings = encode_config(self._config), rank, self._address, str(torch.__version__)
-            ours.sendall(encode(Kind.START, *settings, logger.getEffectiveLevel()))
-            sockets.append(ours)
-        return sockets
+        sockets: dict[int, socket.socket] = {}
+        try:
+            for ranks in self._ranks:
+                sockets |= ranks.start()
+            for rank, ours in sockets.items():
+                settings = encode_config(self._config), rank, self._address, str(torch.__version__)
+                ours.sendall(encode(Kind.START, *settings, logger.getEffectiveLevel()))
+        except BaseException:
+            for ours in sockets.values():
+                ours.close()
+            for ranks in self._ranks:
+                ranks.close()
+            raise
+        return [sockets[rank] for rank in sorted(sockets)]
 
     def _received(self, rank: int, message: Message) -> None:
         progress = self._progress[rank]
@@ -220,15 +237,12 @@ class WorkerGroup:
                 self._fail(rank, f"it said {message!r:.100}")
 
     def _lost(self, rank: int, reason: str) -> None:
-        if len(self._processes) >= rank:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = self._processes[rank - 1].wait(0.2)
-                reason = f"its process ended with {code}"
-        self._fail(rank, reason)
+        known = (ranks.why_lost(rank) for ranks in self._ranks if rank in ranks.numbers)
+        self._fail(rank, next(known, None) or reason)
 
     def _tick(self) -> None:
         now = time.monotonic()
-        if now - self._asked < self._timeout / 8 or self.failure is not None:
+        if now - self._asked < self._timeout / QUESTIONS or self.failure is not None:
             return
         self._asked = now
         self._thread.send(encode(Kind.PING))
@@ -238,21 +252,25 @@ class WorkerGroup:
                 continue  # it loads: no answer is owed
             if now - peer.last_heard > self._timeout:
                 self._fail(peer.rank, f"it has not answered for {self._timeout:g} s")
-        waits = [
-            rank
-            for rank, each in self._progress.items()
-            if each.ready.done() and each.num_done < self._num_sent
-            and now - each.moved > self._timeout
-        ]  # fmt: skip
+        waits = [rank for rank, waited in self._late(now).items() if waited > self._timeout]
         if waits and self.failure is None:
             slowest = min(waits, key=lambda rank: self._progress[rank].num_calls)
             self._fail(slowest, f"it gets no further with its work for {self._timeout:g} s")
+
+    def _late(self, now: float) -> dict[int, float]:
+        """The ranks with work, and for how long each has got no further."""
+        return {
+            rank: now - each.moved
+            for rank, each in self._progress.items()
+            if each.ready.done() and each.num_done < self._num_sent
+        }
 
     def _fail(self, rank: int | None, reason: str) -> None:
         with self._failing:
             if self.failure is not None:
                 return
             who = "the ranks" if rank is None else f"rank {rank}"
+            self._lost_rank = rank
             self.failure = f"{who} of {self._config.mesh.size} failed: {reason}"
         lost = RankLostError(self.failure)
         for progress in self._progress.values():
@@ -260,21 +278,21 @@ class WorkerGroup:
             for future in futures:
                 if not future.done():
                     future.set_exception(lost)
-        for process in self._processes:
-            process.kill()
+        for ranks in self._ranks:
+            ranks.kill()
         if self._mesh is not None:
             self._mesh.close()  # rank 0 may wait for it in a step
         self._on_failure(self.failure)
 
 
-def _environment(config: EngineConfig, rank: int) -> dict[str, str]:
-    """A rank's device is the first that it sees; it sees them all, as NCCL asks for. Ranks on CPUs
-    divide the cores, where nothing says otherwise."""
-    if config.device == "cuda":
-        named = os.environ.get("CUDA_VISIBLE_DEVICES")
-        devices = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
-        others = [device for place, device in enumerate(devices) if place != rank]
-        return {"CUDA_VISIBLE_DEVICES": ",".join((devices[rank], *others))}
-    if "OMP_NUM_THREADS" in os.environ:
-        return {}
-    return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // config.mesh.size))}
+def find_ranks(config: EngineConfig, is_cancelled: Callable[[], bool]) -> list[Ranks]:
+    """Who has the ranks beyond the first. Those that join are waited for before others start.
+    Raises `OSError`, `ValueError`."""
+    mesh, cluster = config.mesh, config.cluster
+    num_own = mesh.size // cluster.nnodes
+    found: list[Ranks] = []
+    if num_own < mesh.size:
+        secret, numbers = read_secret(cluster.secret_file), range(num_own, mesh.size)
+        address = cluster.address, cluster.port
+        found.append(JoinedRanks(address, secret, numbers, is_cancelled))
+    return [*found, ChildRanks(config, range(1, num_own))]

@@ -8,7 +8,6 @@ that names code; who receives checks the shape of what it gets.
 from __future__ import annotations
 
 import enum
-import struct
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ import numpy as np
 
 from asyncllm.attention.base import PrefillRows
 from asyncllm.config import EngineConfig
+from asyncllm.frames import frame
 from asyncllm.generation_config import GenerationDefaults
-from asyncllm.mesh_config import MeshConfig
+from asyncllm.mesh_config import ClusterConfig, MeshConfig
 from asyncllm.model_config import ModelConfig
 from asyncllm.step_plan import StateMoves
 from asyncllm.worker.packed_step import (
@@ -30,9 +30,6 @@ from asyncllm.worker.packed_step import (
     SamplingExtras,
     SlotChanges,
 )
-
-LENGTH = struct.Struct("<I")
-MAX_FRAME_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +75,7 @@ Message = tuple[Any, ...]  # a Kind, and what belongs to it
 
 def encode(kind: Kind, *content: Any) -> bytes:
     """A frame."""
-    body = _ENCODER.encode((int(kind), *content))
-    return LENGTH.pack(len(body)) + body
+    return frame(_ENCODER.encode((int(kind), *content)))
 
 
 def decode(body: bytes) -> Message:
@@ -166,7 +162,7 @@ def _array_or_none(sent: Any) -> np.ndarray | None:
 # --- settings ------------------------------------------------------------------------------------
 
 # Of no interest to who only repeats steps; or made here of what is sent.
-_RANK_0 = {"tokenizer_path", "logits_processors", "generation_defaults", "chat_template"}
+_RANK_0 = {"tokenizer_path", "logits_processors", "generation_defaults", "chat_template", "cluster"}
 _MADE = {"model", "mesh"}
 
 
@@ -197,5 +193,6 @@ def decode_config(sent: dict[str, Any], rank: int) -> EngineConfig:
         logits_processors=(),
         generation_defaults=GenerationDefaults(),
         chat_template=None,
+        cluster=ClusterConfig(),
         **rest,
     )

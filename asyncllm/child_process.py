@@ -1,0 +1,51 @@
+"""A process of ours beside this one: a socket to it, and no life of its own.
+
+It ends with the thread that started it (PR_SET_PDEATHSIG), also where that is killed while the
+process cannot run Python. Signals are its parent's: Ctrl-C reaches all processes of a terminal,
+SIGTERM all of a service, and the parent drains first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+
+PR_SET_PDEATHSIG = 1
+STDERR = 2
+
+
+def start_child(
+    module: str, environment: Mapping[str, str]
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Run a module that begins with `parent_socket`; our end of the pair. Raises `OSError`."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(os.getpid()), str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=STDERR,  # stdout is for the application
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+    return process, ours
+
+
+def parent_socket() -> socket.socket:
+    """The child's end. sys.argv: the parent's process id, the socket's file descriptor."""
+    end_with(int(sys.argv[1]))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    return socket.socket(fileno=int(sys.argv[2]))
+
+
+def end_with(parent: int) -> None:
+    """By SIGKILL, when the thread that started this process ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended already
+        os._exit(0)
