@@ -1,6 +1,7 @@
 """Serve a tiny random checkpoint of each causal LM of transformers, and compare with `generate`.
 
     scripts/model_matrix.py [CLASS ...] [--json FILE] [--markdown docs/model_matrix.md]
+    scripts/model_matrix.py [CLASS ...] --tensor-parallel-size 2     transformers' code on ranks
 
 Each class gets a configuration of small sizes, random weights, and a folder by transformers. The
 engine serves it in float32 on the CPU, chunked, batched, with prefix hits and preemption: greedy
@@ -114,8 +115,8 @@ def compare(architecture: str, config: Any, folder: Path, **regime: Any) -> floa
     return worst
 
 
-def examine(architecture: str) -> tuple[str, str]:
-    """(verdict, details) of one class."""
+def examine(architecture: str, **regime: Any) -> tuple[str, str]:
+    """(verdict, details) of one class. regime: further settings of the engine."""
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     if architecture in UNSERVED and (found := refusal(architecture)) is not None:
@@ -129,14 +130,15 @@ def examine(architecture: str) -> tuple[str, str]:
         )
     try:
         with tempfile.TemporaryDirectory() as folder:
-            worst = compare(architecture, config, Path(folder))
+            worst = compare(architecture, config, Path(folder), **regime)
     except ModelLoadError as error:
         return "refused", _reason(error)
     except Exception as error:
         return "failed", f"{type(error).__name__}: {error}"
     if worst > TOLERANCE:
         return "wrong", f"{worst:.2g}"
-    return ("native" if architecture in ARCHITECTURES else "by backend"), f"{worst:.2g}"
+    is_native = architecture in ARCHITECTURES and "model_impl" not in regime
+    return ("native" if is_native else "by backend"), f"{worst:.2g}"
 
 
 def refusal(architecture: str) -> tuple[str, str] | None:
@@ -159,13 +161,13 @@ def _reason(error: ModelLoadError) -> str:
     return str(error).partition("config.json: ")[2] or str(error)
 
 
-def _child(architecture: str, results: Any) -> None:
-    results.put(examine(architecture))
+def _child(architecture: str, regime: dict[str, Any], results: Any) -> None:
+    results.put(examine(architecture, **regime))
 
 
-def in_a_process(architecture: str) -> tuple[str, str]:
+def in_a_process(architecture: str, **regime: Any) -> tuple[str, str]:
     results: Any = multiprocessing.Queue()
-    child = multiprocessing.Process(target=_child, args=(architecture, results))
+    child = multiprocessing.Process(target=_child, args=(architecture, regime, results))
     child.start()
     try:
         verdict: tuple[str, str] = results.get(timeout=SECONDS)
@@ -222,13 +224,19 @@ def main() -> None:
     parser.add_argument("classes", nargs="*")
     parser.add_argument("--json", type=Path, help="results: read where it is there, and written")
     parser.add_argument("--markdown", type=Path, help="written from all results")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     args = parser.parse_args()
+    regime: dict[str, Any] = {}
+    if args.tensor_parallel_size > 1:
+        regime = {
+            "tensor_parallel_size": args.tensor_parallel_size, "model_impl": "transformers"
+        }  # fmt: skip
     rows: dict[str, tuple[str, str]] = {}
     if args.json and args.json.exists():
         rows |= {name: (row[0], row[1]) for name, row in json.loads(args.json.read_text()).items()}
     print("| class | verdict | worst difference, or reason |\n| --- | --- | --- |")
     for name in args.classes or sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())):
-        verdict, details = rows[name] = in_a_process(name)
+        verdict, details = rows[name] = in_a_process(name, **regime)
         print(f"| {name} | {verdict} | {' '.join(details.split())[:200]} |", flush=True)
         if args.json:
             args.json.write_text(json.dumps(rows, indent=1))

@@ -56,7 +56,9 @@ class CoreLoader:
             raise
         try:
             inputs = InputProcessor(config, await text, worker.memory.max_model_len)
-            reload = self._reload if worker.group is not None else None
+            # Ranks that others have started do not come back by our doing.
+            is_ours = config.cluster.nnodes == 1 and config.cluster.backend == "mp"
+            reload = self._reload if worker.group is not None and is_ours else None
             return EngineCore(config, worker, inputs, self._recorder, self._stat_loggers, reload)
         except BaseException:
             worker.close()
