@@ -43,7 +43,7 @@ COMPARED_ROWS = 4096  # of a weight that is repeated, at a time: the device has 
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """What is known of an adapter that was read. `content` is equal for equal files only."""
+    """Facts about an adapter that was read. `content` is equal for equal files only."""
 
     content: bytes
     rank: int  # the largest of its modules
@@ -163,7 +163,7 @@ class _Reader:
         return given if place.rows is None else given[place.rows]
 
     def _compare(self, name: str, place: Place) -> None:
-        """What peft saves of a base's embedding must be the base's: full tensors have no slot."""
+        """Require that an embedding that peft saved is the base's: full tensors have no slot."""
         base, given = place.base_weight, self._opened.get_slice(name)
         vocabulary = max(place.in_features, place.out_features)
         own = range(vocabulary)[place.base_rows]
@@ -179,7 +179,7 @@ class _Reader:
     # --- experts -----------------------------------------------------------------------------
 
     def _fill_experts(self, stack: str, shape: ExpertsShape, names: dict[str, str]) -> int:
-        """Of all experts in one pair of tensors. Gates and ups have one A."""
+        """Fill in all experts from one pair of tensors. Gates and ups have one A."""
         if extra := names.keys() - PAIRS[0]:
             raise self._error(f"{names[extra.pop()]} is not supported")
         module = f"{stack} of all experts"

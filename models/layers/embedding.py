@@ -50,7 +50,7 @@ class Embedding:
         yield self.load_rows(self.weight_name, self.weight)
 
     def load_rows(self, name: str, weight: torch.Tensor) -> Load:
-        """Of a matrix with a row for each token."""
+        """Load this rank's rows of a matrix with a row for each token."""
         if self.mesh.config.tp == 1:
             return Load(name, weight)
         own = weight[: self.tokens.stop - self.tokens.start]
