@@ -25,8 +25,8 @@ RESTART_WINDOW_SECONDS = 600.0
 
 
 class Restarts:
-    """Of processes that are lost: more than MAX_RESTARTS in RESTART_WINDOW_SECONDS have a reason
-    that another start does not remove."""
+    """Starts in place of what was lost. More than MAX_RESTARTS in RESTART_WINDOW_SECONDS say that
+    another one does not help."""
 
     def __init__(self) -> None:
         self._starts: deque[float] = deque()

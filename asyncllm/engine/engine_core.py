@@ -182,7 +182,10 @@ class EngineCore:
 
     @property
     def startup(self) -> dict[str, Any]:
-        """The settings that the start found, and its phases in seconds."""
+        """The settings that the start found, and its phases in seconds. Raises `EngineDeadError`
+        where there is no worker for now."""
+        if self._closing is not None:
+            raise EngineDeadError(str(self.dead))
         config, worker = self._config, self.worker
         return {
             "model": str(config.model.path),

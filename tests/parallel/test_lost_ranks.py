@@ -322,7 +322,7 @@ def test_a_server_that_loses_a_rank_serves_again_or_ends_with_an_error(tmp_path:
 
 
 def health_of(url: str) -> str:
-    """What it says of what is wrong; nothing where all is well."""
+    """The reason it gives for being unwell; nothing where all is well."""
     try:
         with urllib.request.urlopen(f"{url}/health"):
             return ""
