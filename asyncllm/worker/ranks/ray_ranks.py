@@ -122,7 +122,7 @@ class RayRanks:
                 raise ValueError(f"Ray gives rank 0 GPU {own}: set CUDA_VISIBLE_DEVICES={own}")
 
     def _bundles(self) -> list[int]:
-        """Where each rank runs: neighbours are on one host, the first on this one."""
+        """The ranks beyond the first: neighbours are on one host, the first on this one."""
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
         return sorted(range(1, len(nodes)), key=lambda i: (nodes[i] != nodes[0], nodes[i], i))
 
