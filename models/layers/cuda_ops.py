@@ -8,7 +8,13 @@ import torch.nn.functional as F
 from asyncllm.kernels.experts import kernel as experts_kernel
 from asyncllm.kernels.gemm.gemm_autotune import AutotunedGemm
 from asyncllm.kernels.gemv.kernel import gemv, gemv_add_norm
-from asyncllm.kernels.rms_norm.kernel import add_rms_norm, rms_norm, swiglu
+from asyncllm.kernels.quant_gemm.matrix import MOST_IN_16_BITS
+from asyncllm.kernels.rms_norm.kernel import (
+    add_rms_norm,
+    add_rms_norm_in_bytes,
+    rms_norm,
+    swiglu,
+)
 from asyncllm.kernels.route import kernel as route_kernel
 from asyncllm.kernels.skinny_gemm import SkinnyGemm
 from asyncllm.models.layers import torch_ops
@@ -61,6 +67,8 @@ class CudaOps:
         return chosen(logits, correction, routing)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> Normed:
+        if norm.in_bytes is not None and len(x) > MOST_IN_16_BITS[norm.in_bytes]:
+            return Normed(x, in_bytes=add_rms_norm_in_bytes(x, residual, norm))
         add_rms_norm(x, residual, norm)
         return Normed(x)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -24,6 +25,10 @@ class RMSNorm:
         self._ops = build.ops
         self._offset = offset
         self.constants = Norm(norm_weight(size, build, offset), eps)
+
+    def feed(self, in_bytes: torch.dtype | None) -> None:
+        """What it makes is for one product, which takes many rows so (`LinearMethod.in_bytes`)."""
+        self.constants = replace(self.constants, in_bytes=in_bytes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, size] -> the same shape, a new tensor."""
