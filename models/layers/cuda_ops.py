@@ -14,6 +14,7 @@ from asyncllm.kernels.rms_norm.kernel import (
     add_rms_norm_in_bytes,
     rms_norm,
     swiglu,
+    swiglu_in_bytes,
 )
 from asyncllm.kernels.route import kernel as route_kernel
 from asyncllm.kernels.skinny_gemm import SkinnyGemm
@@ -47,6 +48,14 @@ class CudaOps:
 
     def swiglu(self, x: torch.Tensor, activation: Activation = SILU) -> torch.Tensor:
         return swiglu(x) if activation == SILU else torch_ops.swiglu(x, activation)
+
+    def swiglu_in_bytes(
+        self, x: torch.Tensor, activation: Activation, in_bytes: torch.dtype
+    ) -> Normed:
+        if activation != SILU or len(x) <= MOST_IN_16_BITS[in_bytes]:
+            return Normed(self.swiglu(x, activation))
+        values, made = swiglu_in_bytes(x, in_bytes)
+        return Normed(values, in_bytes=made)
 
     def experts(
         self,

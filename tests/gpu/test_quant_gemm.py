@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from asyncllm.models.layers.norm import RMSNorm
+from asyncllm.models.layers.linear import Linear
 from asyncllm.models.layers.ops import Norm
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.quantization.scheme import Scheme, dequantize, quantize
@@ -159,9 +159,24 @@ def test_a_norm_in_bytes_is_the_norm_quantised(
     assert torch.equal(scales, scales2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_swiglu_in_bytes_is_swiglu_quantised(dtype: torch.dtype) -> None:
+    from asyncllm.kernels.quant_gemm.matrix import quantize_rows
+    from asyncllm.kernels.rms_norm.kernel import swiglu, swiglu_in_bytes
+
+    half = torch.float16 if INTERPRETED else torch.bfloat16
+    x = torch.randn(9, 600, device=DEVICE, dtype=half)
+    x[3] = 0
+    out = swiglu(x)
+    values, scales = quantize_rows(out, dtype)
+    out2, (values2, scales2) = swiglu_in_bytes(x, dtype)
+    assert torch.equal(out, out2) and torch.equal(scales, scales2)
+    assert torch.equal(values.view(torch.int8), values2.view(torch.int8))
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="in float32: what CUDA has in 16 bits")
 @pytest.mark.parametrize("name", ["ct-fp8-channel", "fp8-tensor", "ct-int8"])
-def test_norms_of_a_model_are_quantised_where_its_products_take_it(
+def test_a_model_quantises_where_its_products_take_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same logits to the last bit, by fewer launches."""
@@ -179,16 +194,17 @@ def test_norms_of_a_model_are_quantised_where_its_products_take_it(
         return matrix.quantize_rows(x, dtype)
 
     monkeypatch.setattr(cuda_kernel, "quantize_rows", counted)
-    monkeypatch.setattr(TorchOps, "add_rms_norm", CudaOps.add_rms_norm)
+    for name in ("add_rms_norm", "swiglu", "swiglu_in_bytes"):
+        monkeypatch.setattr(TorchOps, name, getattr(CudaOps, name))
     for dtype in matrix.MOST_IN_16_BITS:
         monkeypatch.setitem(matrix.MOST_IN_16_BITS, dtype, 1)
     with torch.inference_mode():
         fused = logits(tmp_path, DTYPE)
         num_fused = len(calls)
-        monkeypatch.setattr(RMSNorm, "feed", lambda self, in_bytes: None)
+        monkeypatch.setattr(Linear, "in_bytes", None)
         assert torch.equal(fused, logits(tmp_path, DTYPE))
-    layers = 3  # all norms but the first one's
-    assert len(calls) - num_fused - num_fused == 2 * layers - 1
+    layers = 3  # all norms but the first one's, and all activations
+    assert len(calls) - num_fused - num_fused == 2 * layers - 1 + layers
 
 
 def by_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

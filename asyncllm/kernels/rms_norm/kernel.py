@@ -83,6 +83,32 @@ def _swiglu_kernel(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL:
     tl.store(out_ptr + row * SIZE + column, out.to(out_ptr.dtype.element_ty), inside)
 
 
+@triton.jit
+def _swiglu_in_bytes_kernel(
+    x_ptr, out_ptr, bytes_ptr, scale_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    MOST: tl.constexpr, INTEGER: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A row to a program, which has one scale."""
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    if PDL:
+        start_next()
+        after = wait_previous()
+        x_ptr += after
+        out_ptr += after
+        bytes_ptr += after
+        scale_ptr += after
+    row = tl.program_id(0).to(tl.int64)
+    gate = tl.load(x_ptr + row * (2 * SIZE) + column, inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * (2 * SIZE) + SIZE + column, inside, other=0.0).to(tl.float32)
+    out = (gate / (1 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty)
+    at = row * SIZE + column
+    tl.store(out_ptr + at, out, inside)
+    made, scale = quantize_row(out.to(tl.float32), MOST, INTEGER)
+    tl.store(bytes_ptr + at, made.to(bytes_ptr.dtype.element_ty), inside)
+    tl.store(scale_ptr + tl.program_id(0), scale)
+
+
 def rms_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """`Ops.rms_norm`."""
     out = torch.empty_like(x)
@@ -113,6 +139,21 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
         x, out, SIZE=size, BLOCK=SWIGLU_COLUMNS, num_warps=SWIGLU_WARPS, **launch_flags(x.device)
     )
     return out
+
+
+def swiglu_in_bytes(
+    x: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """`swiglu`; and `quantize_rows` of it, to the last bit."""
+    size = x.shape[1] // 2
+    out = x.new_empty((len(x), size))
+    made = empty_bytes(out, dtype)
+    block = triton.next_power_of_2(size)
+    _swiglu_in_bytes_kernel[(len(x),)](
+        x, out, *made, SIZE=size, BLOCK=block, MOST=LARGEST[dtype], INTEGER=dtype == torch.int8,
+        num_warps=max(1, min(block // COLUMNS_PER_WARP, MAX_NORM_WARPS)), **launch_flags(x.device),
+    )  # fmt: skip
+    return out, made
 
 
 def _launch_norm(
