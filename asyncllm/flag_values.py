@@ -1,4 +1,4 @@
-"""What the engine's flags may be, and what some of them stand for."""
+"""Values that the engine's flags may have, and what some of them stand for."""
 
 from __future__ import annotations
 

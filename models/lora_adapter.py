@@ -45,7 +45,7 @@ WHOLE = ("weight", "base_layer.weight")
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """What is known of an adapter that was read. `content` is equal for equal files only."""
+    """Facts about an adapter that was read. `content` is equal for equal files only."""
 
     content: bytes
     rank: int  # the largest of its modules
@@ -244,7 +244,7 @@ class _Reader:
     # --- experts -----------------------------------------------------------------------------
 
     def _fill_experts(self, stack: str, shape: ExpertsShape, names: dict[str, str]) -> int:
-        """Of all experts in one pair of tensors. Gates and ups have one A."""
+        """Fill in all experts from one pair of tensors. Gates and ups have one A."""
         if extra := names.keys() - PAIRS[0]:
             raise self._tensors.error(f"{names[extra.pop()]} is not supported")
         module = f"{stack} of all experts"

@@ -23,7 +23,7 @@ REPEATED_GROUP = re.compile(r"\)[*+?{]")
 
 
 class PeftConfig(msgspec.Struct):
-    """Of peft's `LoraConfig`. Which modules are adapted, the tensors say themselves."""
+    """The fields of peft's `LoraConfig` that count. The tensors say which modules are adapted."""
 
     r: int
     lora_alpha: float
@@ -44,7 +44,7 @@ class PeftConfig(msgspec.Struct):
     monteclora_config: Any = None
 
     def scale(self, module: str, rank: int) -> float:
-        """What peft multiplies the product of a module's two matrices by."""
+        """The factor by which peft multiplies the product of a module's two matrices."""
         alpha = _of_pattern(self.alpha_pattern, module, self.lora_alpha)
         wanted = _of_pattern(self.rank_pattern, module, self.r)
         if wanted != rank:

@@ -105,7 +105,7 @@ def build_model(
 
 
 def _check_ranks(model_config: ModelConfig, mesh: MeshConfig) -> None:
-    """Of transformers' code the plans of tensor parallel are served. Raises `ModelLoadError`."""
+    """Raise `ModelLoadError` but for tensor parallel plans, which transformers' code has."""
     for flag, is_used in (
         (f"pipeline_parallel_size {mesh.pp}", mesh.pp > 1),
         ("enable_expert_parallel", mesh.by_expert),

@@ -46,7 +46,7 @@ EXPERTS = "moe_tp_experts"
 
 @dataclass(frozen=True, slots=True)
 class ParameterShard:
-    """Of a parameter of this shape the `ranges` of dimension `dim`."""
+    """The `ranges` of dimension `dim` of a parameter of this shape."""
 
     shape: tuple[int, ...]
     dim: int
@@ -60,7 +60,7 @@ class ParameterShard:
         return torch.cat([tensor[part_of(self.dim, each)] for each in self.ranges], self.dim)
 
     def within(self, start: int, stop: int) -> Iterator[tuple[slice, int]]:
-        """Of these indices those that the rank has, counted from `start`, and where its own
+        """Those of these indices that the rank has, counted from `start`, and where its own
         begin."""
         own = 0
         for each in self.ranges:
@@ -77,7 +77,7 @@ def part_of(dim: int, indices: slice) -> tuple[slice, ...]:
 
 @dataclass
 class Shards:
-    """What a rank has of a model. mesh: None until the model runs, so that what is tried and proved
+    """A rank's share of a model. mesh: None until the model runs, so that what is tried and proved
     before calls nobody."""
 
     config: MeshConfig
@@ -88,7 +88,7 @@ class Shards:
 
 @dataclass(frozen=True, slots=True)
 class OnRank:
-    """What comes before and after a module's own code."""
+    """Calls before and after a module's own code."""
 
     shards: Shards
     is_summed: bool
@@ -195,7 +195,7 @@ class _Plan:
             self._surround(module, style in SUMMED, part)
 
     def _ranges(self, name: str, module: Any, style: str, size: int) -> tuple[slice, ...]:
-        """Of the indices of `size` that a rank has."""
+        """The ranges of `size` indices that a rank has."""
         if style == "colwise" and "attn" in name.split(".")[-2]:
             if (num_kv_heads := self._kv_heads.get(module)) is not None:
                 heads, dim = self._mesh.kv_share(num_kv_heads), size // num_kv_heads

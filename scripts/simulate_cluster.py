@@ -97,7 +97,7 @@ def _in_turn(numbers: itertools.count[int]) -> Callable[[list[int]], int]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of one GPU; lengths in tokens, log-normal about their medians. Conversations are Poisson."""
+    """One GPU's load; lengths in tokens, log-normal about medians. Conversations are Poisson."""
 
     conversations_per_s: float = 5.0
     mean_turns: float = 5.0  # geometric
@@ -295,7 +295,7 @@ def _request(number: int, prompt: list[int], output_len: int) -> Request:
 
 @dataclass(frozen=True)
 class Slo:
-    """What a request must keep to count as good."""
+    """The limits that a request must keep to count as good."""
 
     ttft_s: float = 0.5
     tpot_s: float = 0.015
@@ -311,7 +311,7 @@ COLUMNS = ("GPUs", "policy", "good requests/s per GPU", "share good", "TTFT p50 
 def simulate(
     num_gpus: int, policy: str, seconds: float, traffic: Traffic, seed: int = 0, slo: Slo = Slo()
 ) -> dict[str, float]:
-    """Of the requests that came after the first third, in which caches fill."""
+    """Figures of the requests that came after the first third, in which caches fill."""
     device = DEVICES["8b-h100"]
     made = policies(num_gpus, device, seed)[policy]()
     simulation = Simulation(num_gpus, device, traffic, made, seconds, seed)

@@ -34,18 +34,11 @@ from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.state_pool import StatePool
 from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
 from asyncllm.engine.watchdog import Watchdog
-from asyncllm.errors import (
-    EngineDeadError,
-    InvalidRequestError,
-    LoRALoadError,
-    QueueFullError,
-)
+from asyncllm.errors import EngineDeadError, InvalidRequestError, LoRALoadError, QueueFullError
 from asyncllm.host import in_own_thread
 from asyncllm.lora import LoRARequest
 from asyncllm.mesh_config import RankStats
-from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import Request
-from asyncllm.worker.work_counts import WorkCounts
 from asyncllm.worker.worker import Worker
 
 logger = logging.getLogger("asyncllm")
@@ -62,7 +55,7 @@ class EngineCore:
         recorder: Recorder,
         stat_loggers: list[StatLogger],
     ) -> None:
-        self.worker = worker
+        self.worker, self.work = worker, worker.work
         self.input_processor = input_processor
         self.recorder = recorder
         self._config = config
@@ -113,7 +106,7 @@ class EngineCore:
             given.priority,
             given.cache_salt,
         )
-        adapter, receive, is_added = None, given.sink, False
+        adapter, receive = None, given.sink
         if given.lora_request is not None:
             adapter = await self._acquire_adapter(request, given.lora_request, adds=given.adds_lora)
             request.use_adapter(adapter.slot, adapter.content)
@@ -122,9 +115,9 @@ class EngineCore:
             if not given.arrival.is_aborted:  # and what may have changed while this was prepared
                 self._check_open(request_id, len(request.prompt_token_ids))
                 self.add(request, receive, given.text_sink)
-                is_added = True
+                adapter = None  # it is released when the request ends
         finally:
-            if adapter is not None and not is_added:
+            if adapter is not None:
                 self.lora.release(adapter)
 
     def _check_open(self, request_id: str, num_tokens: int = 0) -> None:
@@ -137,7 +130,7 @@ class EngineCore:
         """Raises `InvalidRequestError`, also for the id of one that is live."""
         params = request.sampling_params
         if self._config.logits_processors:
-            request.batch_processors = self._processors_for(params)
+            request.batch_processors = self.worker.processors.needed_by(params)
         if params.use_beam_search:
             seq_ids = list(islice(self.input_processor.seq_ids, params.num_sequences))
             record = partial(self.steps.record, None)
@@ -147,20 +140,6 @@ class EngineCore:
         else:
             self.live.add(request, sink, text_sink)
         self.steps.wake()
-
-    def _processors_for(self, params: SamplingParams) -> tuple[int, ...]:
-        """Raises `InvalidRequestError` where one of the engine's refuses the request."""
-        try:
-            found = self.worker.processors_for(params)
-        except ValueError as error:
-            raise InvalidRequestError(
-                f"a logits processor: {error}", "logits_processors"
-            ) from error
-        if found and params.use_beam_search:  # its scores are those of the model
-            raise InvalidRequestError(
-                "this server's logits processors do not work with beam search", "use_beam_search"
-            )
-        return found
 
     def abort(self, request_id: str, cause: AbortCause) -> None:
         if self.live.abort(request_id, cause):
@@ -236,10 +215,6 @@ class EngineCore:
         self.steps.observe()
 
     @property
-    def work(self) -> WorkCounts:
-        return self.worker.work
-
-    @property
     def replicas(self) -> tuple[Replica, ...]:
         return (self,)
 
@@ -294,14 +269,16 @@ class EngineCore:
             self.failed.set_result(reason)
 
     def _new_scheduler(self, totals: SchedulerStats) -> Scheduler:
-        config, memory = self._config, self.worker.memory
+        config, memory, states = self._config, self.worker.memory, None
+        if memory.has_states:
+            states = StatePool(config.num_slots, memory.num_snapshots, memory.num_host_states)
         blocks = BlockManager(
             memory.num_pages,
             config.block_size,
             memory.num_host_pages,
             config.enable_prefix_caching,
             memory.groups,
-            self._new_states(),
+            states,
         )
         return Scheduler(
             blocks,
@@ -313,13 +290,6 @@ class EngineCore:
             swap_cost=self.worker.swap_cost,
             totals=totals,
         )
-
-    def _new_states(self) -> StatePool | None:
-        """Of recurrent layers, where there are any."""
-        num_slots, memory = self._config.num_slots, self.worker.memory
-        if not memory.has_states:
-            return None
-        return StatePool(num_slots, memory.num_snapshots, memory.num_host_states)
 
     async def close(self) -> None:
         self.dead = "the engine is closed"

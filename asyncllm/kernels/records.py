@@ -218,7 +218,7 @@ class WholeWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoRAWeights:
-    """What all adapter slots have of a linear layer; see models/layers/lora.py."""
+    """Hold what all adapter slots have of a linear layer; see models/layers/lora.py."""
 
     a: torch.Tensor  # [slots, parts * max_rank, in]
     b: torch.Tensor  # [slots, out, max_rank]

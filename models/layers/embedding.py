@@ -42,7 +42,7 @@ class Embedding:
         return vectors if self._lora is None else self._lora.add(vectors, token_ids)
 
     def _vectors(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of these rows of the weight, or of the tokens' adapters'."""
+        """Look these rows up in the weight, or in the adapters of the tokens."""
         vectors = F.embedding(rows, self.weight)
         return vectors if self._lora is None else self._lora.replace(vectors, rows)
 
@@ -56,7 +56,7 @@ class Embedding:
         yield self.load_rows(self.weight_name, self.weight)
 
     def load_rows(self, name: str, weight: torch.Tensor) -> Load:
-        """Of a matrix with a row for each token."""
+        """Load this rank's rows of a matrix with a row for each token."""
         if self.mesh.config.tp == 1:
             return Load(name, weight)
         own = weight[: self.tokens.stop - self.tokens.start]

@@ -112,11 +112,11 @@ class Place:
 class AdaptedLayer(Protocol):
     @property
     def shapes(self) -> Sequence[tuple[int, ...]]:
-        """Of the tensors that a slot has of it."""
+        """The shapes of the tensors that a slot has for this layer."""
         ...
 
     def bind(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Of all slots, each [1 + slots, *shape]: once they are allocated."""
+        """Take the tensors of all slots, [1 + slots, *shape] each, once they are allocated."""
         ...
 
     def places(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[str, Place]]:
@@ -186,7 +186,7 @@ class LoRALayers:
         return found
 
     def _tensors(self, slots: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-        """Of each layer, in slots [n, elements]: [n, *shape]."""
+        """Each layer's tensors [n, *shape], as views of slots [n, elements]."""
         first = 0
         for layer in self.layers:
             tensors = []

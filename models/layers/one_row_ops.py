@@ -31,8 +31,8 @@ class WithoutLookups(TorchFunctionMode):
 
 
 class OneRowOps(TorchOps):
-    """What `CudaOps` returns for one row of a plain dense decoder, without memory. new_empty, as
-    empty_like imports what embeddings do. `products`: each that was asked for once, in order."""
+    """Give what `CudaOps` does for one row of a plain dense decoder, without memory. new_empty,
+    as empty_like imports what embeddings do. `products`: each that was asked for once, in order."""
 
     def __init__(self) -> None:
         self._noted: dict[RowProduct, None] = {}

@@ -124,7 +124,7 @@ def group_of(engine: AsyncLLMEngine) -> WorkerGroup:
 
 @pytest.mark.slow
 def test_a_rank_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it says is what the start raises; the other one ends, too."""
+    """The start raises what it says; the other one ends, too."""
     monkeypatch.setattr(group, "torch", SimpleNamespace(__version__="0.1", get_num_threads=int))
 
     async def test() -> None:

@@ -132,7 +132,7 @@ class EngineGroup:
             self._router.forget(rank)
 
     def _reasons(self) -> str:
-        """What is wrong, by rank."""
+        """Say what is wrong, by rank."""
         found = ((rank, member.health()) for rank, member in enumerate(self.members))
         return "; ".join(f"engine {rank}: {why}" for rank, why in found if why is not None)
 

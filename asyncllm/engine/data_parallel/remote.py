@@ -238,7 +238,7 @@ class RemoteCore:
         return self._beat.health
 
     def ranks(self) -> list[RankStats]:
-        """Of the last beat."""
+        """The ranks as of the last beat."""
         if self._beat is not None:
             return self._beat.ranks
         sizes = self._args["tensor_parallel_size"], self._args["pipeline_parallel_size"]
@@ -248,7 +248,7 @@ class RemoteCore:
         return self._stats
 
     def picture(self, pages_per_cell: int) -> str:
-        """Of the last beat: its cells that are next to the ones asked for."""
+        """The last beat's picture: of its cells those next to the ones asked for."""
         if self._beat is None:
             return ""
         cells, every = self._beat.picture, self._beat.pages_per_cell

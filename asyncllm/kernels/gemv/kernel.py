@@ -30,7 +30,7 @@ def finish_row(
     K: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, ADD: tl.constexpr,
     SQUARES: tl.constexpr,
 ):  # fmt: skip
-    """What ends a product of one row, of some features: float32 sums to `out`, and so on."""
+    """End a product of one row for some features: float32 sums to `out`, and so on."""
     if SQUARES > 0:
         part = tl.arange(0, SQUARES)
         squares = tl.load(squares_ptr + part, part < num_squares, other=0.0)

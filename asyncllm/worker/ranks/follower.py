@@ -118,7 +118,7 @@ class Follower:
                 raise ValueError(f"rank 0 said {message!r:.100}")
 
     def _is_masked(self) -> bool:
-        """Of a step that needs the host, when rank 0 samples it."""
+        """Wait until rank 0 samples a step that needs the host, and say whether by masks."""
         match self._next():
             case (Kind.SAMPLE, bool(is_masked)):
                 self._num_done += 1

@@ -118,7 +118,7 @@ class WorkerGroup:
             tell(self.failure)
 
     def stats(self) -> list[RankStats]:
-        """Of the ranks beyond the first. For any thread."""
+        """Report the ranks beyond the first. For any thread."""
         now, every = time.monotonic(), self._timeout / QUESTIONS
         late = self._late(now)
         slowest = min((self._progress[rank].num_calls for rank in late), default=0)
