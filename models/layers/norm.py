@@ -27,7 +27,7 @@ class RMSNorm:
         self.constants = Norm(norm_weight(size, build, offset), eps)
 
     def feed(self, in_bytes: torch.dtype | None) -> None:
-        """What it makes is for one product, which takes many rows so (`LinearMethod.in_bytes`)."""
+        """Say how the one product that its output is for takes many rows (`LinearMethod`)."""
         self.constants = replace(self.constants, in_bytes=in_bytes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
