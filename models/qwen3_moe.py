@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.decoder import DenseDecoder, FeedForward
+from asyncllm.models.dense import qwen3_spec
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.experts import Experts, Router
 from asyncllm.models.layers.experts_method import ExpertsShape, load_each
 from asyncllm.models.layers.mlp import MLP, MLPSpec
 from asyncllm.models.layers.ops import Routing
-from asyncllm.models.qwen3 import qwen3_spec
 from asyncllm.models.supported import activation_of, positive
 
 LOAD = load_each(gate="gate_proj", up="up_proj", down="down_proj")
