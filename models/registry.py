@@ -30,13 +30,10 @@ from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.torch_ops import TorchOps
-from asyncllm.models.mixtral import build_mixtral
+from asyncllm.models.moe import build_mixtral, build_olmoe, build_qwen2_moe, build_qwen3_moe
 from asyncllm.models.olmo import build_olmo2, build_olmo3
-from asyncllm.models.olmoe import build_olmoe
 from asyncllm.models.parallel.mesh import ALONE, Alone, Mesh
 from asyncllm.models.quantization.select import select_methods
-from asyncllm.models.qwen2_moe import build_qwen2_moe
-from asyncllm.models.qwen3_moe import build_qwen3_moe
 
 logger = logging.getLogger("asyncllm")
 

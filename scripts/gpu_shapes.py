@@ -68,9 +68,7 @@ def compare(ours: list[RequestOutput], oracle: list[RequestOutput]) -> tuple[boo
     diverged = [gap for gap in gaps if gap is not None]
     detail = f"{len(gaps) - len(diverged)}/{len(gaps)} equal"
     if diverged:
-        detail += f", the others diverge where log-probabilities differ by {max(diverged):.3f} at most"
-            f", the others diverge where log-probabilities are at most {max(diverged):.3f} apart"
-        )
+        detail += f", the others diverge where log-probabilities are {max(diverged):.3f} apart"
     return all(gap <= TIE for gap in diverged), detail
 
 
