@@ -149,9 +149,8 @@ def model_without_memory(
     max_model_len: int,
     keeps_latents: bool = False,
     mesh: Mesh = ALONE,
+    ops: Ops | None = None,
 ) -> CausalLM:
     """For what is to be known before there are weights. Raises as `build_model`."""
-    meta = torch.device("meta")
-    return build_model(
-        model_config, dtype, meta, TorchOps(), max_model_len, None, keeps_latents, mesh
-    )
+    meta, ops = torch.device("meta"), ops or TorchOps()
+    return build_model(model_config, dtype, meta, ops, max_model_len, None, keeps_latents, mesh)
