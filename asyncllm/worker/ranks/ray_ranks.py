@@ -116,7 +116,7 @@ class RayRanks:
                 raise ValueError(f"Ray gives rank 0 GPU {own}: set CUDA_VISIBLE_DEVICES={own}")
 
     def _bundles(self) -> list[int]:
-        """Place the ranks beyond the first: neighbours on one host, the first on this one."""
+        """The bundles of the ranks beyond the first: neighbours are on one host, the first on this."""
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
         return sorted(range(1, len(nodes)), key=lambda i: (nodes[i] != nodes[0], nodes[i], i))
 
