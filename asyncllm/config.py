@@ -203,8 +203,8 @@ class EngineArgs:
         1, "hosts: this one starts its share of the ranks, the others join (asyncllm worker)",
         least=1,
     )  # fmt: skip
-    master_addr: str = flag(
-        "127.0.0.1", "this host's address, at which other ranks find it; nothing else is bound"
+    master_addr: str | None = flag(
+        None, "this host's address, for the other ranks; default: 127.0.0.1, or as Ray has it"
     )
     master_port: int = flag(29501, "where they join", least=0, most=65535)
     join_secret_file: str | None = flag(

@@ -117,7 +117,8 @@ class DecodeRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """The constants of one RMSNorm. weight: [size].
+    """The constants of one RMSNorm. weight: [size]. `centered`: of what is less its mean, which
+    makes it a layer norm without bias.
 
     In the model's dtype the weight multiplies what was rounded to it, as Llama's does; in float32
     before the rounding, as that of Gemma (which holds 1 + weight here) and OLMo. in_bytes: the
@@ -126,6 +127,7 @@ class Norm:
 
     weight: torch.Tensor
     eps: float
+    centered: bool = False
     in_bytes: torch.dtype | None = None
 
 

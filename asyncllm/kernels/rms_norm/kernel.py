@@ -31,8 +31,8 @@ MANY_ROWS = 128  # more than skinny_gemm takes
 @triton.jit
 def _norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, bytes_ptr, scale_ptr, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, MOST: tl.constexpr,
-    INTEGER: tl.constexpr, PDL: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, CENTERED: tl.constexpr,
+    MOST: tl.constexpr, INTEGER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A row to a program. ADD: of the sum with the residual, which becomes the sum. MOST: the
     largest number of the type in which `bytes` gets it, too, with a scale; None: it does not."""
@@ -56,6 +56,8 @@ def _norm_kernel(
         rounded = x.to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + at, rounded, inside)
         x = rounded.to(tl.float32)
+    if CENTERED:
+        x = tl.where(inside, x - tl.sum(x, axis=0) / SIZE, 0.0)
     factor = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
     normed = (x * factor * weight.to(tl.float32)).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, normed, inside)
@@ -167,7 +169,7 @@ def _launch_norm(
     block = triton.next_power_of_2(x.shape[1])
     _norm_kernel[(x.shape[0],)](
         x, residual, norm.weight, out, made, scales, norm.eps,
-        SIZE=x.shape[1], BLOCK=block, ADD=residual is not None,
+        SIZE=x.shape[1], BLOCK=block, ADD=residual is not None, CENTERED=norm.centered,
         MOST=None if made is None else LARGEST[made.dtype],
         INTEGER=made is not None and made.dtype == torch.int8,
         num_warps=max(1, min(block // COLUMNS_PER_WARP, MAX_NORM_WARPS)),
