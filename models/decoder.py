@@ -144,8 +144,9 @@ class DecoderLayer:
             size = hf.intermediate_size
             self.feed_forward = MLP(f"{name}.mlp", hf.hidden_size, size, spec.mlp, build)
         self._scale, self._is_parallel = spec.residual_scale, spec.is_parallel
-        if self.before_attention is not None and isinstance(self.attention, Attention):
-            self.before_attention.feed(self.attention.qkv_proj.in_bytes)
+        first = None if spec.is_parallel else self.before_attention  # else it has two products
+        if first is not None and isinstance(self.attention, Attention):
+            first.feed(self.attention.qkv_proj.in_bytes)
         if self.before_feed_forward is not None and isinstance(self.feed_forward, MLP):
             self.before_feed_forward.feed(self.feed_forward.gate_up_proj.in_bytes)
 

@@ -101,11 +101,11 @@ class CudaKernel:
             return one_row(_ordered(weights, x), matrix)
         values = _ordered(weights, x).whole()
         if _in_fp8(scheme, weights, num_rows):
-            return self._fp8(scheme, weights, values, x)
+            return self._fp8(scheme, weights, values, x.in_bytes)
         if num_rows <= SOME_ROWS:
             return several_rows(values, matrix)
         if scheme.kind == "int8" and scheme.activations is not None and _aligned(weights):
-            values8, scales = _in_bytes(x, values, torch.int8)
+            values8, scales = x.in_bytes or quantize_rows(values, torch.int8)
             sums = torch._int_mm(values8, matrix.weight.T)
             return _with_bias((sums * scales * matrix.scale.T).to(values.dtype), matrix.bias)
         assert self._ops is not None
@@ -122,14 +122,18 @@ class CudaKernel:
         return epilogue.fused(ops, _ordered(weights, x), weights["weight"], weights.get("bias"))
 
     def _fp8(
-        self, scheme: Scheme, weights: Weights, x: torch.Tensor, given: Normed
+        self,
+        scheme: Scheme,
+        weights: Weights,
+        x: torch.Tensor,
+        in_bytes: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
         if scheme.activations == "static":
             scale = weights["input_scale"][0]
             values8 = (x.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
             scales = scale.expand(len(x), 1).contiguous()
         else:
-            values8, scales = _in_bytes(given, x, torch.float8_e4m3fn)
+            values8, scales = in_bytes or quantize_rows(x, torch.float8_e4m3fn)
         y = torch._scaled_mm(
             values8, weights["weight"].T, scales, weights["scale"].T, out_dtype=x.dtype
         )
@@ -192,15 +196,6 @@ def _in_fp8(scheme: Scheme, weights: Weights, num_rows: int) -> bool:
         and num_rows > MOST_IN_16_BITS[torch.float8_e4m3fn]
     )
     return is_by_row and scheme.activations is not None and _aligned(weights)
-
-
-def _in_bytes(
-    given: Normed, values: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As a norm has made them, if it did it for this type: two products may share it."""
-    if given.in_bytes is not None and given.in_bytes[0].dtype == dtype:
-        return given.in_bytes
-    return quantize_rows(values, dtype)
 
 
 def _aligned(weights: Weights) -> bool:
