@@ -81,15 +81,21 @@ class RayRanks:
         return self._joined.start()
 
     def why_lost(self, rank: int) -> str | None:
+        if not ray.is_initialized():
+            return "the application has left Ray"
         done, _ = ray.wait([self._tasks[rank]], timeout=1.0)
         return _end_of(done[0]) if done else None
 
     def kill(self) -> None:
         self._joined.kill()
-        for task in self._tasks.values():
-            ray.cancel(task, force=True)
+        if ray.is_initialized():  # else its tasks have ended; a call would begin another cluster
+            for task in self._tasks.values():
+                ray.cancel(task, force=True)
 
     def close(self) -> None:
+        self._joined.close()
+        if not ray.is_initialized():
+            return
         if tasks := [*self._tasks.values()]:
             _, running = ray.wait(tasks, num_returns=len(tasks), timeout=EXIT_SECONDS)
             for task in running:
