@@ -51,15 +51,23 @@ async def engine_of_two(**args: Any) -> AsyncIterator[tuple[AsyncLLMEngine, int]
     assert not followers()
 
 
-async def expect_all_end(engine: AsyncLLMEngine, reason: str) -> None:
-    """Two requests that run end within ENDS_WITHIN_SECONDS, and say why; others are refused."""
+async def expect_all_end(engine: AsyncLLMEngine, reason: str, *, comes_back: bool = False) -> None:
+    """Two requests that run end within ENDS_WITHIN_SECONDS, and say why; others are refused, for
+    good or until the rank comes back."""
     running = [asyncio.ensure_future(collect(engine, prompt)) for prompt in ("Once", "The dog")]
     start = time.monotonic()
     for each in running:
         with pytest.raises((RequestFailedError, EngineDeadError)):
             await each
     assert time.monotonic() - start < ENDS_WITHIN_SECONDS
-    await expect_lost(engine, f"rank 1 of 2 failed: {reason}")
+    if comes_back:
+        await expect_lost(engine, f"rank 1 of 2 failed: {reason}")
+        return
+    assert reason in await asyncio.wait_for(engine.wait_failed(), ENDS_WITHIN_SECONDS)
+    health = engine.health()
+    assert health is not None and "rank 1 of 2" in health and reason in health
+    with pytest.raises(EngineDeadError):
+        await engine.generate("Once", LONG)
 
 
 async def expect_lost(engine: AsyncLLMEngine, reason: str) -> None:
@@ -104,7 +112,7 @@ def test_a_rank_that_dies_or_stands_still(
         async with engine_of_two(distributed_timeout_seconds=3) as (engine, follower):
             if is_busy:
                 asyncio.get_running_loop().call_later(0.3, os.kill, follower, number)
-                await expect_all_end(engine, reason)
+                await expect_all_end(engine, reason, comes_back=True)
             else:
                 os.kill(follower, number)
                 await expect_lost(engine, f"rank 1 of 2 failed: {reason}")
@@ -140,7 +148,7 @@ def test_a_rank_that_is_told_of_a_step_twice() -> None:
                     send(frame)
 
             thread.send = send_one_twice  # type: ignore[method-assign]
-            await expect_all_end(engine, "ValueError: message")
+            await expect_all_end(engine, "ValueError: message", comes_back=True)
 
     run(test())
 
