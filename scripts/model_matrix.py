@@ -121,8 +121,8 @@ def examine(architecture: str) -> tuple[str, str]:
     """(verdict, details) of one class."""
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    if architecture in UNSERVED and (found := refusal(architecture)) is not None:
-        return found
+    if architecture in UNSERVED:
+        return by_name(architecture)
     try:
         config = tiny_config(architecture)
     except Exception as error:  # of no common base
@@ -140,6 +140,17 @@ def examine(architecture: str) -> tuple[str, str]:
     if worst > TOLERANCE:
         return "wrong", f"{worst:.2g}"
     return ("native" if architecture in ARCHITECTURES else "by backend"), f"{worst:.2g}"
+
+
+def by_name(architecture: str) -> tuple[str, str]:
+    """Of a class that is refused before its configuration is read."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+        try:
+            num_groups(Path(folder))
+        except ModelLoadError as error:
+            return "refused", _reason(error)
+    return "failed", "is in UNSERVED, and not refused"
 
 
 def refusal(architecture: str) -> tuple[str, str] | None:
