@@ -16,7 +16,7 @@ from asyncllm.cli import main
 
 
 def run() -> int:
-    """What `main` raises, `SystemExit` too, ends the process as usual."""
+    """Run `main`: what it raises, `SystemExit` too, ends the process as usual."""
     codes: list[int] = []
     atexit.register(_leave, codes)  # handlers run in reverse order: this one after all later ones
     codes.append(main())

@@ -1,4 +1,4 @@
-"""What a model's `generation_config.json` says: the defaults of requests, and how a text ends."""
+"""A model's `generation_config.json`: the defaults of requests, and how a text ends."""
 
 from __future__ import annotations
 

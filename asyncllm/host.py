@@ -34,6 +34,11 @@ def num_cores() -> int:
     return cores
 
 
+def memory_bytes() -> int:
+    """The machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def cache_folder() -> Path:
     """Where a start keeps compiled kernels and GEMM choices for the next: $XDG_CACHE_HOME/asyncllm.
 

@@ -262,7 +262,7 @@ def _unsupported(file: Path, architecture: str, reason: str) -> ModelLoadError:
 
 
 def _value(hf: PretrainedConfig, key: str) -> Any:
-    """Of layers that differ, the first's."""
+    """The value of `key`; where layers differ, the first layer's."""
     layer = hf.per_layer_config[0] if getattr(hf, "is_heterogeneous", False) else hf
     return getattr(layer, key, None)
 

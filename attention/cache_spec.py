@@ -31,7 +31,7 @@ WORD_BYTES = 8  # pages are moved as int64
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """What one layer keeps of a block of tokens. `window`: for how long, None: always."""
+    """The part of a page that one layer fills. `window`: for how long it is kept, None: always."""
 
     page_shape: tuple[int, ...]
     dtype: torch.dtype
@@ -86,7 +86,7 @@ class CacheLayout:
         return num_bytes // self.page_bytes if self.page_bytes else MAX_EMPTY_PAGES
 
     def host_shape(self, num_pages: int) -> tuple[int, int, int]:
-        """Of swapped pages, int64."""
+        """The shape of swapped pages, int64."""
         return num_pages, self.num_storages, self.page_words
 
     def groups(self, max_step_tokens: int) -> tuple[CacheGroup, ...]:

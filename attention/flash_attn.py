@@ -6,12 +6,14 @@ than FlashInfer on Hopper; it reads the same KV layout. Tested with flash-attn 2
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
+from asyncllm.attention.backend import AttendHeads, AttentionBackend
 from asyncllm.attention.base import (
-    Attend,
     AttendRows,
     AttentionLayer,
     DecodeRows,
@@ -25,60 +27,52 @@ from asyncllm.kernels.rope_kv_write.kernel import rotate_and_write
 PAGE_MULTIPLE = 256
 
 
-class FlashAttnAttention:
-    supports_graphs = True
-
+class FlashAttnAttention(AttentionBackend):
     def __init__(self, cache: KVCache) -> None:
         if cache.block_size % PAGE_MULTIPLE:
             raise ValueError(
                 f"attention_backend flash_attn needs block_size to be a multiple of "
                 f"{PAGE_MULTIPLE}, not {cache.block_size}"
             )
-        self._cache = cache
-
-    def decode(self, rows: DecodeRows) -> Attend:
-        write_slots = rows.write_slots(self._cache.block_size)
-
-        def attend(
-            layer: AttentionLayer, qkv: torch.Tensor | RotatedHeads, rotation: Rotation | None
-        ) -> torch.Tensor:
-            slots = write_slots[self._cache.group_of[layer.index]]
-            q = rotate_and_write(layer, qkv, rotation, self._cache.layers[layer.index], slots)
-            return self._decode(layer, q, rows).flatten(1)
-
-        return attend
+        super().__init__(cache)
 
     def write(
         self,
         layer: AttentionLayer,
         qkv: torch.Tensor | RotatedHeads,
         rotation: Rotation | None,
-        write_slots: torch.Tensor,
-        q: torch.Tensor,
-    ) -> None:
+        write_slots: Sequence[torch.Tensor] | torch.Tensor,
+        q: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         slots = write_slots[self._cache.group_of[layer.index]]
-        rotate_and_write(layer, qkv, rotation, self._cache.layers[layer.index], slots, q)
+        return rotate_and_write(layer, qkv, rotation, self._cache.layers[layer.index], slots, q)
 
-    def mixed(
-        self,
-        decodes: DecodeRows | None,
-        prefills: PrefillRows,
-        q: torch.Tensor,
-        out: torch.Tensor,
-    ) -> AttendRows:
-        num_decodes = decodes.positions.shape[0] if decodes is not None else 0
-        end = num_decodes + prefills.num_tokens
-        tables = _upload(_padded_tables(prefills), q.device).unbind()
-        query_indptr = _upload(prefills.query_indptr, q.device)
-        kv_lens = prefills.kv_lens
+    def attend_decodes(self, rows: DecodeRows) -> AttendHeads:
+        lengths = rows.positions + 1
+
+        def attend(layer: AttentionLayer, q: torch.Tensor, out: torch.Tensor) -> None:
+            out[:] = flash_attn_with_kvcache(
+                q.unsqueeze(1),
+                *self._cache.keys_values[layer.index],
+                cache_seqlens=lengths,
+                block_table=rows.block_tables[self._cache.group_of[layer.index]],
+                softmax_scale=layer.scale,
+                causal=True,
+                window_size=_window(layer),
+            ).squeeze(1)
+
+        return attend
+
+    def bind_prefills(self, rows: PrefillRows, q: torch.Tensor, out: torch.Tensor) -> AttendRows:
+        tables = _upload(_padded_tables(rows), q.device).unbind()
+        query_indptr = _upload(rows.query_indptr, q.device)
+        kv_lens = rows.kv_lens
         kv_indptr = _upload(np.concatenate([[0], kv_lens.cumsum()]).astype(np.int32), q.device)
-        max_query = int(np.diff(prefills.query_indptr).max())
+        max_query = int(np.diff(rows.query_indptr).max())
 
         def attend(layer: AttentionLayer) -> None:
-            if decodes is not None:
-                out[:num_decodes] = self._decode(layer, q[:num_decodes], decodes)
-            out[num_decodes:end] = flash_attn_varlen_func(
-                q[num_decodes:end],
+            out[:] = flash_attn_varlen_func(
+                q,
                 *self._cache.keys_values[layer.index],
                 cu_seqlens_q=query_indptr,
                 cu_seqlens_k=kv_indptr,
@@ -91,21 +85,6 @@ class FlashAttnAttention:
             )
 
         return attend
-
-    def step_attention(self, max_tokens: int) -> None:
-        return None
-
-    def _decode(self, layer: AttentionLayer, q: torch.Tensor, rows: DecodeRows) -> torch.Tensor:
-        """q [rows, heads, head_dim] -> the same shape."""
-        return flash_attn_with_kvcache(
-            q.unsqueeze(1),
-            *self._cache.keys_values[layer.index],
-            cache_seqlens=rows.positions + 1,
-            block_table=rows.block_tables[self._cache.group_of[layer.index]],
-            softmax_scale=layer.scale,
-            causal=True,
-            window_size=_window(layer),
-        ).squeeze(1)
 
 
 def _window(layer: AttentionLayer) -> tuple[int, int]:

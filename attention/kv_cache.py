@@ -32,7 +32,7 @@ SWAP_CHUNK_PAGES = 32  # pages gathered per copy: bounds the temporary on the de
 
 @dataclass(frozen=True, slots=True)
 class KVScales:
-    """Of each layer."""
+    """The scales of each layer."""
 
     keys: list[float]
     values: list[float]
@@ -100,7 +100,7 @@ class KVCache:
         return self.layers[layer][pages].to(dtype)
 
     def scales_of(self, layer: int) -> tuple[float, float]:
-        """Of its keys and of its values."""
+        """The scales of a layer's keys and of its values."""
         return self.scales.keys[layer], self.scales.values[layer]
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -113,7 +113,7 @@ def _scan_chunk(inputs: SelectiveScan, state: torch.Tensor) -> Moved:
 
 
 def _delta_chunk(inputs: DeltaRule, state: torch.Tensor) -> Moved:
-    """What a token adds to the state depends on what those before it have added: a triangular
+    """As a token adds to the state what depends on those before it, this solves a triangular
     system [T, T] for each head."""
     num_heads = inputs.v.shape[1]
     v, beta = (each.float().transpose(0, 1) for each in (inputs.v, inputs.beta[..., None]))

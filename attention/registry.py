@@ -8,9 +8,9 @@ import logging
 
 import torch
 
-from asyncllm.attention.base import AttentionBackend, AttentionLayer
+from asyncllm.attention.backend import AttentionBackend, NoAttention
+from asyncllm.attention.base import AttentionLayer
 from asyncllm.attention.kv_cache import KVCache
-from asyncllm.attention.no_attention import NoAttention
 from asyncllm.attention.torch_native import TorchAttention
 from asyncllm.config import AttentionBackendName
 
@@ -76,16 +76,20 @@ def build_backend(
     Raises `ValueError` where the layers have what the backend does not do.
     """
     if not layers and name != "torch":
-        return NoAttention()
-    for layer in layers:
-        if name == "flash_attn" and layer.latent_dim is not None:
-            raise _unsupported(name, layer, "latents", "auto")
-        if name == "flash_attn" and layer.sinks is not None:
-            raise _unsupported(name, layer, "sinks", "auto")
-        if name == "flash_attn" and layer.slopes is not None:
-            raise _unsupported(name, layer, "slopes (ALiBi)", "auto")
-        if name == "flash_attn" and layer.soft_cap is not None:
-            raise _unsupported(name, layer, "a soft cap", "auto")
+        return NoAttention(cache)
+    for layer in layers if name == "flash_attn" else ():
+        features = {
+            "latents": layer.latent_dim,
+            "sinks": layer.sinks,
+            "slopes (ALiBi)": layer.slopes,
+            "a soft cap": layer.soft_cap,
+        }
+        for feature, value in features.items():
+            if value is not None:
+                raise ValueError(
+                    f"attention_backend flash_attn does not do {feature}, which layer "
+                    f"{layer.index} has: pass auto"
+                )
     if name == "flashinfer" and all(layer.latent_dim is not None for layer in layers):
         from asyncllm.attention.latent import LatentPages  # imports Triton
 
@@ -99,10 +103,3 @@ def build_backend(
 
         return FlashAttnAttention(cache)
     return TorchAttention(cache)
-
-
-def _unsupported(name: str, layer: AttentionLayer, feature: str, other: str) -> ValueError:
-    return ValueError(
-        f"attention_backend {name} does not do {feature}, which layer {layer.index} has: "
-        f"pass {other}"
-    )

@@ -56,7 +56,7 @@ class StateCache:
         self._host = HostPages((host_rows, layout.row_bytes), torch.uint8, device)
 
     def before_step(self, moves: StateMoves) -> None:
-        """What a step's forward pass finds in its slots."""
+        """Move into the slots what a step's forward pass finds there."""
         for slot, host_row in moves.swap_out:
             self._host.tensor[host_row].copy_(self._rows[slot], non_blocking=True)
         self._copy(moves.save)
@@ -86,12 +86,12 @@ class StateBackend(Protocol):
     def cache(self) -> StateCache: ...
 
     def decode(self, slots: torch.Tensor) -> Recur:
-        """Of one token for each of `slots`, int32 [rows]; the padding slot stays as it is. May be
-        captured and replayed with other slots."""
+        """Recurrences of one token for each of `slots`, int32 [rows]; the padding slot stays as it
+        is. May be captured and replayed with other slots."""
         ...
 
     def mixed(self, decode_slots: torch.Tensor, prefills: PrefillRows) -> Recur:
-        """Of decodes, then of prompts."""
+        """Recurrences of decodes, then of prompts."""
         ...
 
 

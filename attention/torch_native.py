@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+from asyncllm.attention.backend import AttendHeads, AttentionBackend
 from asyncllm.attention.base import (
-    Attend,
     AttendRows,
     AttentionLayer,
     DecodeRows,
@@ -22,83 +22,47 @@ from asyncllm.attention.base import (
     Rotation,
 )
 from asyncllm.attention.heads import rotated_heads
-from asyncllm.attention.kv_cache import KVCache
 
 
-class TorchAttention:
+class TorchAttention(AttentionBackend):
     supports_graphs = False
-
-    def __init__(self, cache: KVCache) -> None:
-        self._cache = cache
-
-    def decode(self, rows: DecodeRows) -> Attend:
-        write_slots = rows.write_slots(self._cache.block_size)
-
-        def attend(
-            layer: AttentionLayer, qkv: torch.Tensor | RotatedHeads, rotation: Rotation | None
-        ) -> torch.Tensor:
-            q = self._rotate_and_write(layer, qkv, rotation, write_slots)
-            return self._attend_decodes(layer, q, rows).flatten(1)
-
-        return attend
 
     def write(
         self,
         layer: AttentionLayer,
         qkv: torch.Tensor | RotatedHeads,
         rotation: Rotation | None,
-        write_slots: torch.Tensor,
-        q: torch.Tensor,
-    ) -> None:
-        q.copy_(self._rotate_and_write(layer, qkv, rotation, write_slots))
+        write_slots: Sequence[torch.Tensor] | torch.Tensor,
+        q: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        rotated, k, v = rotated_heads(layer, qkv, rotation)
+        self._cache.write(layer.index, write_slots[self._cache.group_of[layer.index]], k, v)
+        return rotated if q is None else q.copy_(rotated)
 
-    def mixed(
-        self,
-        decodes: DecodeRows | None,
-        prefills: PrefillRows,
-        q: torch.Tensor,
-        out: torch.Tensor,
-    ) -> AttendRows:
-        num_decodes = decodes.positions.shape[0] if decodes is not None else 0
-        page_tensors = torch.from_numpy(prefills.pages).to(q.device)
+    def attend_decodes(self, rows: DecodeRows) -> AttendHeads:
+        positions = rows.positions.unsqueeze(1)
 
-        def attend(layer: AttentionLayer) -> None:
-            if decodes is not None:
-                out[:num_decodes] = self._attend_decodes(layer, q[:num_decodes], decodes)
-            of_group = page_tensors[self._cache.group_of[layer.index]]
-            for row in range(len(prefills.kv_lens)):
-                start, end = (prefills.query_indptr[row : row + 2] + num_decodes).tolist()
-                first, last = prefills.page_indptr[row : row + 2].tolist()
-                pages, kv_len = of_group[first:last], int(prefills.kv_lens[row])
-                out[start:end] = self._attend_prefill(layer, q[start:end], pages, kv_len)
+        def attend(layer: AttentionLayer, q: torch.Tensor, out: torch.Tensor) -> None:
+            tables = rows.block_tables[self._cache.group_of[layer.index]]
+            if rows.max_len is not None:
+                tables = tables[:, : -(-rows.max_len // self._cache.block_size)]
+            keys, values = self._gather(layer, tables, q.dtype)  # padded to the longest row's
+            out[:] = self._attention(layer, q.unsqueeze(2), keys, values, positions).squeeze(2)
 
         return attend
 
-    def step_attention(self, max_tokens: int) -> None:
-        return None
+    def bind_prefills(self, rows: PrefillRows, q: torch.Tensor, out: torch.Tensor) -> AttendRows:
+        page_tensors = torch.from_numpy(rows.pages).to(q.device)
 
-    def _rotate_and_write(
-        self,
-        layer: AttentionLayer,
-        qkv: torch.Tensor | RotatedHeads,
-        rotation: Rotation | None,
-        write_slots: Sequence[torch.Tensor] | torch.Tensor,
-    ) -> torch.Tensor:
-        """Rotated q; keys and values to their pages."""
-        q, k, v = rotated_heads(layer, qkv, rotation)
-        self._cache.write(layer.index, write_slots[self._cache.group_of[layer.index]], k, v)
-        return q
+        def attend(layer: AttentionLayer) -> None:
+            of_group = page_tensors[self._cache.group_of[layer.index]]
+            for row in range(len(rows.kv_lens)):
+                start, end = rows.query_indptr[row : row + 2].tolist()
+                first, last = rows.page_indptr[row : row + 2].tolist()
+                pages, kv_len = of_group[first:last], int(rows.kv_lens[row])
+                out[start:end] = self._attend_prefill(layer, q[start:end], pages, kv_len)
 
-    def _attend_decodes(
-        self, layer: AttentionLayer, q: torch.Tensor, rows: DecodeRows
-    ) -> torch.Tensor:
-        """q [rows, heads, dim] over each row's pages, padded to the longest: [rows, heads, dim]."""
-        tables = rows.block_tables[self._cache.group_of[layer.index]]
-        if rows.max_len is not None:
-            tables = tables[:, : -(-rows.max_len // self._cache.block_size)]
-        keys, values = self._gather(layer, tables, q.dtype)
-        positions = rows.positions.unsqueeze(1)
-        return self._attention(layer, q.unsqueeze(2), keys, values, positions).squeeze(2)
+        return attend
 
     def _attend_prefill(
         self, layer: AttentionLayer, q: torch.Tensor, pages: torch.Tensor, kv_len: int

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from asyncllm.attention.backend import AttentionBackend
 from asyncllm.attention.base import (
     AttendRows,
-    AttentionBackend,
     AttentionLayer,
     PrefillRows,
     RotatedHeads,

@@ -38,7 +38,7 @@ class Load:
 
     @property
     def num_bytes(self) -> int:
-        """Of what it fills."""
+        """The bytes that it fills."""
         return self.view.nbytes + sum(other.nbytes for other in self.others)
 
 
@@ -60,7 +60,7 @@ class CausalLM(Protocol):
 
     @property
     def state_layers(self) -> Sequence[StateLayer]:
-        """What recurrent layers keep; `layer.index` is the place in this list."""
+        """The states that recurrent layers keep; `layer.index` is the place in this list."""
         ...
 
     @property

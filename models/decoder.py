@@ -107,7 +107,7 @@ class DecoderSpec:
         return rest == DecoderSpec(windows=())
 
     def norm(self, name: str, config: ModelConfig, build: Build) -> RMSNorm:
-        """Of the residual, or of what is added to it."""
+        """Make a norm of the residual, or of what is added to it."""
         eps, centered = self.norm_eps(config), self.norm_centered
         return RMSNorm(name, config.hf_config.hidden_size, eps, build, self.norm_offset, centered)
 

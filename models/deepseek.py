@@ -75,7 +75,7 @@ def _scale(config: ModelConfig, attention: LatentSpec) -> float:
 
 
 def sigmoid_experts(config: ModelConfig, build: Build) -> Callable[[int, str], FeedForward]:
-    """Of GLM-4-MoE, too."""
+    """Make feed-forwards whose experts are routed by sigmoid; GLM-4-MoE has them, too."""
     hf = config.hf_config
     routing = Routing(
         top_k=positive(config, "num_experts_per_tok", at_most="n_routed_experts"),

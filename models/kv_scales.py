@@ -30,8 +30,8 @@ HEADROOM = 2.0  # for what is larger than in the measured tokens
 
 
 def stored_scales(config: ModelConfig, indices: Sequence[int]) -> KVScales:
-    """Of these layers: the checkpoint's, 1 where it has none. Raises `ModelLoadError` for what is
-    no scale."""
+    """The checkpoint's scales of these layers, 1 where it has none. Raises `ModelLoadError` for
+    what is no scale."""
     try:
         checkpoint = Checkpoint(config.path)
     except ModelLoadError:  # dummy weights; else it was raised where they were loaded

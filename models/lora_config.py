@@ -23,7 +23,7 @@ REPEATED_GROUP = re.compile(r"\)[*+?{]")
 
 
 class PeftConfig(msgspec.Struct):
-    """Of peft's `LoraConfig`. Which modules are adapted, the tensors say themselves."""
+    """The fields of peft's `LoraConfig` that count. The tensors say which modules are adapted."""
 
     r: int
     lora_alpha: float
@@ -33,7 +33,6 @@ class PeftConfig(msgspec.Struct):
     alpha_pattern: dict[str, float] = {}
     bias: str = "none"
     use_dora: bool = False
-    modules_to_save: list[str] | None = None
     trainable_token_indices: Any = None
     alora_invocation_tokens: Any = None
     use_qalora: bool = False
@@ -45,7 +44,7 @@ class PeftConfig(msgspec.Struct):
     monteclora_config: Any = None
 
     def scale(self, module: str, rank: int) -> float:
-        """What peft multiplies the product of a module's two matrices by."""
+        """The factor by which peft multiplies the product of a module's two matrices."""
         alpha = _of_pattern(self.alpha_pattern, module, self.lora_alpha)
         wanted = _of_pattern(self.rank_pattern, module, self.r)
         if wanted != rank:
@@ -53,13 +52,10 @@ class PeftConfig(msgspec.Struct):
         return float(alpha / math.sqrt(rank) if self.use_rslora else alpha / rank)
 
 
-# Settings under which the tensors mean more than low-rank products and biases, and what is served.
-# DoRA multiplies a layer's whole output by a number for each feature, which is no low-rank product.
+# Settings under which the tensors mean more than what their names say, and what is served.
 SERVED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", "all", "lora_only"),
-    "use_dora": (False,),
-    "modules_to_save": (None, []),
     "trainable_token_indices": (None, [], {}),
     "alora_invocation_tokens": (None, []),
     "use_qalora": (False,),

@@ -108,7 +108,7 @@ def build_model(
 
 
 def _check_ranks(model_config: ModelConfig, mesh: MeshConfig) -> None:
-    """Of transformers' code the plans of tensor parallel are served. Raises `ModelLoadError`."""
+    """Raise `ModelLoadError` but for tensor parallel plans, which transformers' code has."""
     for flag, is_used in (
         (f"pipeline_parallel_size {mesh.pp}", mesh.pp > 1),
         ("enable_expert_parallel", mesh.by_expert),
@@ -153,9 +153,8 @@ def model_without_memory(
     max_model_len: int,
     keeps_latents: bool = False,
     mesh: Mesh = ALONE,
+    ops: Ops | None = None,
 ) -> CausalLM:
     """For what is to be known before there are weights. Raises as `build_model`."""
-    meta = torch.device("meta")
-    return build_model(
-        model_config, dtype, meta, TorchOps(), max_model_len, None, keeps_latents, mesh
-    )
+    meta, ops = torch.device("meta"), ops or TorchOps()
+    return build_model(model_config, dtype, meta, ops, max_model_len, None, keeps_latents, mesh)

@@ -1,4 +1,4 @@
-"""What the native families take for granted of a configuration, and the errors where it is not so.
+"""Checks of what the native families take for granted of a configuration.
 
 Every error names config.json, the key and its value.
 """
@@ -48,7 +48,7 @@ def positive(config: ModelConfig, key: str, at_most: str | None = None) -> int:
 
 
 def activation_of(config: ModelConfig) -> Activation:
-    """Of the feed-forward. Raises `ModelLoadError`."""
+    """The feed-forward's activation. Raises `ModelLoadError`."""
     hf = config.hf_config
     key = "hidden_act" if getattr(hf, "hidden_activation", None) is None else "hidden_activation"
     if (found := ACTIVATIONS.get(getattr(hf, key))) is None:
@@ -73,7 +73,7 @@ def layer_windows(config: ModelConfig) -> tuple[int | None, ...]:
 
 
 def head_order(config: ModelConfig, interleaved: bool = False) -> HeadOrder | None:
-    """Of heads of which `partial_rotary_factor` rotates; None where kernels need no other."""
+    """The order that heads need where `partial_rotary_factor` rotates a part; None where none."""
     factor = (config.hf_config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
     rotary_dim = int(config.head_dim * factor) if isinstance(factor, float | int) else 0
     if not 0 < rotary_dim <= config.head_dim or rotary_dim % 2 or config.head_dim % 2:

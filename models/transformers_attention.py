@@ -175,7 +175,7 @@ class HeadShape(NamedTuple):
 
 
 class Step:
-    """What attention needs to know of the step that runs: set for each forward pass."""
+    """The step that runs, as far as attention needs to know it: set for each forward pass."""
 
     def __init__(
         self,

@@ -173,7 +173,7 @@ Rotaries = dict[tuple[Any, str | None], StepRotary]  # by module and type of lay
 
 
 def _step_rotaries(model: nn.Module, max_model_len: int) -> Rotaries:
-    """Of the modules whose angles we know. Those that depend on a sequence's length, of which a
+    """Find the modules whose angles we know. Those that depend on a sequence's length, of which a
     packed row has several, give ours from now on."""
     found: Rotaries = {}
     for module in rotary_modules(model):
@@ -204,7 +204,7 @@ def give_positions(module: nn.Module) -> None:
 
 
 def _fuse(model: Any, tried: Tried, shape: HeadShape, rotaries: Rotaries, build: Build) -> Fusion:
-    """What is proved to be ours; what is merged has its memory."""
+    """Replace what is proved to compute as ours does; what is merged has its memory."""
     fusion = Fusion(model, build.dtype, build.device)
     for call in tried.calls:
         arguments = tried.named.get(call.module, {})

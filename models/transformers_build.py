@@ -86,7 +86,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
-    """What the class wants so: some for float16 only, some always."""
+    """Keep in float32 what the class wants so: some for float16 only, some always."""
     kept = set(model._keep_in_fp32_modules_strict or ())
     if dtype is torch.float16:
         kept |= set(model._keep_in_fp32_modules or ())

@@ -47,7 +47,7 @@ OUT_NAMES = ("o_proj", "out_proj", "dense")
 
 
 class Fusion:
-    """What of a model is ours. Found before its parameters have memory."""
+    """The modules of a model that ours replace. Found before its parameters have memory."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         """device: for the proofs."""
@@ -161,7 +161,7 @@ class Fusion:
         return found
 
     def _norm_offset(self, module: Any) -> float | None:
-        """Of an RMSNorm, which is ours: x / rms(x) * (offset + weight)."""
+        """The offset of an RMSNorm that computes x / rms(x) * (offset + weight); None of others."""
         if [name for name, _ in module.named_parameters()] != ["weight"]:
             return None
         if module._buffers or module._modules or module.weight.dim() != 1 or eps_of(module) is None:
@@ -174,7 +174,7 @@ class Fusion:
         return next(found, None)
 
     def _once(self, module: Any, proves: Callable[..., bool], *arguments: Any) -> bool:
-        """Of modules that do not know their place one stands for its kind."""
+        """Prove one module of each kind: those that do not know their place are alike."""
         hashable = [each for each in arguments if isinstance(each, float)]
         key = (*_kind(module), proves, *hashable)
         if hasattr(module, "layer_idx") or key not in self._proved:

@@ -45,7 +45,7 @@ KEEPING = {F.softmax, F.dropout, torch.max, torch.where, torch.softmax}  # ours 
 
 
 def check_legacy(architecture: str, config: Any) -> None:
-    """Of a class of LEGACY. Raises `Unservable` where it would compute something else."""
+    """Raise `Unservable` where a class of LEGACY would compute something else."""
     is_decoder = getattr(config, "is_decoder", None)
     if is_decoder is False or (is_decoder is None and architecture in ENCODERS):
         raise Unservable(f"has is_decoder {is_decoder!r}")
@@ -97,7 +97,7 @@ class Scores:
         return self
 
     def __add__(self, mask: Any) -> Scores:
-        """Of a mask, or of a bias of each head."""
+        """Add a mask, or a bias of each head."""
         if mask.dim() > 2 and mask.shape[-3] != 1:
             if getattr(self._module, SLOPES, None) is None:
                 raise Unservable("adds a bias of each head to its scores")
@@ -165,7 +165,7 @@ class _Products(TorchFunctionMode):
         beta: float = 1.0,
         alpha: float = 1.0,
     ) -> Scores:
-        """Of a bias of each head, or of memory that was not written (beta 0)."""
+        """Add a bias of each head, or memory that was not written (beta 0)."""
         scores = Scores(self._module, batch1, batch2) * alpha
         return scores + bias if beta and getattr(self._module, SLOPES, None) is not None else scores
 
@@ -177,7 +177,7 @@ class _LegacyAttention(nn.Module):
 
 
 def replace_attention(model: Any) -> None:
-    """Of a model of one of the LEGACY classes."""
+    """Replace the attention of a model of one of the LEGACY classes."""
     slopes = _alibi_slopes(model)
     for module in list(_attention_modules(model)):
         module.__class__ = type(type(module).__name__, (_LegacyAttention, type(module)), {})

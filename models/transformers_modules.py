@@ -1,4 +1,4 @@
-"""What runs in place of modules of transformers' models: our kernels, by the modules' own weights.
+"""Our kernels in place of modules of transformers' models, by the modules' own weights.
 
 Merged siblings (q, k and v; gate and up) lie one below the other in one tensor. Their modules keep
 views of it, so that loading knows nothing of it.

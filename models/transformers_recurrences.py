@@ -1,4 +1,4 @@
-"""What transformers' recurrent modules call, or do inline, as recurrences of a step.
+"""Recurrences of a step, in place of what transformers' recurrent modules call or do inline.
 
 Functions take the arguments of the library's own, which are named in its files, and the module that
 calls; `FORWARDS` are whole modules, by class. Either way the module's `STATES` moves the states.
@@ -184,7 +184,7 @@ def _convolved_heads(
 
 
 def _delayed(module: Any, x: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """What was x so many tokens before, zeros before the first: [T, C]."""
+    """x as it was so many tokens before, zeros before the first: [T, C]."""
     weight = x.new_zeros(x.shape[1], num_tokens + 1)
     weight[:, 0] = 1
     return _move(module, Convolution(x, weight, None, silu=False))

@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +47,7 @@ EXPERTS = "moe_tp_experts"
 
 @dataclass(frozen=True, slots=True)
 class ParameterShard:
-    """Of a parameter of this shape the `ranges` of dimension `dim`."""
+    """The `ranges` of dimension `dim` of a parameter of this shape."""
 
     shape: tuple[int, ...]
     dim: int
@@ -60,7 +61,7 @@ class ParameterShard:
         return torch.cat([tensor[part_of(self.dim, each)] for each in self.ranges], self.dim)
 
     def within(self, start: int, stop: int) -> Iterator[tuple[slice, int]]:
-        """Of these indices those that the rank has, counted from `start`, and where its own
+        """Those of these indices that the rank has, counted from `start`, and where its own
         begin."""
         own = 0
         for each in self.ranges:
@@ -77,7 +78,7 @@ def part_of(dim: int, indices: slice) -> tuple[slice, ...]:
 
 @dataclass
 class Shards:
-    """What a rank has of a model. mesh: None until the model runs, so that what is tried and proved
+    """A rank's share of a model. mesh: None until the model runs, so that what is tried and proved
     before calls nobody."""
 
     config: MeshConfig
@@ -88,7 +89,7 @@ class Shards:
 
 @dataclass(frozen=True, slots=True)
 class OnRank:
-    """What comes before and after a module's own code."""
+    """Calls before and after a module's own code."""
 
     shards: Shards
     is_summed: bool
@@ -128,7 +129,9 @@ class _Plan:
             id(parameter) for module in model.modules() for parameter in module._parameters.values()
         )
         text = model.config.get_text_config(decoder=True)
-        self._num_heads = getattr(text, "num_attention_heads", None)
+        self._num_heads: int | None = None
+        with suppress(Exception):  # of the library's own kinds, where layers differ
+            self._num_heads = text.num_attention_heads
         self._kv_heads = {  # before k_proj is divided
             child: module.k_proj.out_features // head_dim
             for module in model.modules()
@@ -195,13 +198,13 @@ class _Plan:
             self._surround(module, style in SUMMED, part)
 
     def _ranges(self, name: str, module: Any, style: str, size: int) -> tuple[slice, ...]:
-        """Of the indices of `size` that a rank has."""
+        """The ranges of `size` indices that a rank has."""
         if style == "colwise" and "attn" in name.split(".")[-2]:
             if (num_kv_heads := self._kv_heads.get(module)) is not None:
                 heads, dim = self._mesh.kv_share(num_kv_heads), size // num_kv_heads
                 return (slice(heads.start * dim, heads.stop * dim),)
             if self._num_heads is None:
-                raise self._refusal("has no num_attention_heads")
+                raise self._refusal("has no num_attention_heads of all layers")
             self._mesh.share(self._num_heads, "num_attention_heads")
         if not style.startswith("packed"):
             return (self._mesh.share(size, f"the size of {name}"),)

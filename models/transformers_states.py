@@ -62,7 +62,7 @@ class StateTrial:
 
 
 class StateStep:
-    """What recurrent modules need to know of the step that runs."""
+    """The step that runs, as far as recurrent modules need to know it."""
 
     def __init__(self, trial: StateTrial) -> None:
         self.mixer: Mixer | None = None

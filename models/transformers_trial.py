@@ -32,7 +32,7 @@ TRIAL_TOKENS = 3
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What one pass on the meta device has shown."""
+    """The calls that one pass on the meta device has shown."""
 
     calls: list[AttentionCall]
     states: StateTrial

@@ -198,7 +198,7 @@ def _loads(
     shard: ParameterShard | None,
     at: tuple[int, int, int] | None = None,
 ) -> Iterator[Load]:
-    """Of a file's tensor that is a weight, or that part of it which begins `at` an index of a
+    """Load a file's tensor that is a weight, or the part of it that begins `at` an index of a
     dimension and has a size; view: all that the rank has of the weight."""
     full = list(view.shape if shard is None else shard.shape)
     if at is not None and at[1] + at[2] <= full[at[0]]:  # else it does not fit, as the loader says

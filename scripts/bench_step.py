@@ -22,33 +22,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from model_shapes import step_bytes
 
 from asyncllm.config import EngineArgs, EngineConfig
 from asyncllm.graphs.decode_graphs import LAYERS
-from asyncllm.model_config import ModelConfig
 from asyncllm.worker.ranks.messages import CaptureGraph
 from asyncllm.worker.worker import Worker
 
 REPEATS = 30
 PROFILED = 5
 BANDWIDTH_BYTES = 4 << 30
-EMBEDDING = "model.embed_tokens.weight"
-
-
-def kv_bytes_per_token(model: ModelConfig, itemsize: int) -> int:
-    """Bytes of one token's keys and values over all layers."""
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
-
-
-def weight_bytes(sizes: Mapping[str, int], tied: bool) -> int:
-    """Bytes of weights that a step reads. sizes: name -> bytes. An embedding that is not the head
-    as well is read a row per token, which is nothing."""
-    return sum(size for name, size in sizes.items() if tied or name != EMBEDDING)
-
-
-def decode_bytes(weights: int, kv_per_token: int, batch: int, context: int) -> int:
-    """Least bytes that a decode step of `batch` rows, each seeing `context` tokens, must read."""
-    return weights + batch * context * kv_per_token
 
 
 def time_ms(work: Callable[[], Any], prepare: Callable[[], Any], repeats: int = REPEATS) -> float:
@@ -107,10 +90,7 @@ class Bench:
         for slot in range(1, config.num_slots):  # its own pages, or, too many, another's
             first = 1 + (slot - 1) * pages % (available - pages)
             self._state.block_tables[0, slot, :pages] = torch.arange(first, first + pages)
-        model = self._runner._model
-        sizes = {load.name: load.view.nbytes for load in model.loads()}
-        self._weights = weight_bytes(sizes, config.model.hf_config.tie_word_embeddings)
-        self._kv_per_token = kv_bytes_per_token(config.model, getattr(torch, config.dtype).itemsize)
+        self._hf_config = config.model.hf_config
 
     def decode(self, batch: int, bandwidth: float, kernels: bool) -> dict[str, Any]:
         graphs = self._runner.graphs
@@ -127,7 +107,7 @@ class Bench:
             graphs[size].replay()
 
         ms = time_ms(work, prepare)
-        num_bytes = decode_bytes(self._weights, self._kv_per_token, batch, self._context)
+        num_bytes = step_bytes(self._runner._model, self._hf_config, batch, self._context)
         limit_ms = num_bytes / bandwidth * 1e3
         kernel = next(name for name, sizes in graphs.implementations.items() if batch in sizes)
         return {

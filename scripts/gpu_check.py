@@ -2,10 +2,11 @@
 """Checks and times asyncllm on one CUDA device, in one call, and prints Markdown for docs/log.
 
     scripts/gpu_check.py                         the correctness checks, on the built-in model
-    scripts/gpu_check.py --model DIR [DIR ...]   and the workloads on these, with made-up weights
-    ... --http                                   the workloads over HTTP too, by scripts/loadtest.py
+    scripts/gpu_check.py --model DIR [DIR ...]   and the workloads on these, with made-up weights,
+                                                 over HTTP, by scripts/loadtest.py
 
-The checks are in gpu_oracles.py, the workloads in gpu_timing.py. Exit status 1 if a check failed.
+The checks are in gpu_oracles.py, the workloads in gpu_timing.py. The engine without HTTP is timed
+by `asyncllm bench`. Exit status 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import torch
 from gpu_oracles import CHECKS
-from gpu_timing import WORKLOADS, time_engine, time_http
+from gpu_timing import time_http
 
 
 def run_checks() -> int:
@@ -38,22 +39,10 @@ def run_checks() -> int:
     return sum(result != "ok" for _, result, _ in rows)
 
 
-def time_model(model: str, http_workloads: list[str], out: Path | None) -> None:
-    """Print a JSON line per workload: through the engine alone, then over HTTP."""
-    print(f"\n{Path(model).name}, engine alone, dummy weights:\n", flush=True)
-    for row in asyncio.run(time_engine(model, WORKLOADS)):
-        print(json.dumps(row), flush=True)
-    if http_workloads:
-        print(f"\n{Path(model).name}, over HTTP:\n", flush=True)
-        for row in time_http(model, http_workloads, out):
-            print(json.dumps(row)[:1500], flush=True)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", nargs="*", default=[], help="folders to time")
-    parser.add_argument("--http", action="store_true", help="time over HTTP as well")
-    parser.add_argument("--http-workloads", default="lat1,lat8,tput")
+    parser.add_argument("--workloads", default="lat1,lat8,tput", help="of loadtest.py, by commas")
     parser.add_argument("--no-checks", action="store_true")
     parser.add_argument("--out", type=Path, help="folder for full results")
     args = parser.parse_args()
@@ -61,7 +50,9 @@ def main() -> int:
     print(f"\n{properties.name}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}\n")
     failed = 0 if args.no_checks else run_checks()
     for model in args.model:
-        time_model(model, args.http_workloads.split(",") if args.http else [], args.out)
+        print(f"\n{Path(model).name}, dummy weights:\n", flush=True)
+        for row in time_http(model, args.workloads.split(","), args.out):
+            print(json.dumps(row)[:1500], flush=True)
     return 1 if failed else 0
 
 

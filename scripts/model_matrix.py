@@ -154,7 +154,7 @@ def by_name(architecture: str) -> tuple[str, str]:
 
 
 def refusal(architecture: str) -> tuple[str, str] | None:
-    """Of a class whose configuration alone is refused; None where it is not, or there is none."""
+    """Why a class is refused by its configuration alone; None where it is not, or has none."""
     try:
         config = small_config(architecture, BY_CLASS.get(architecture, {}))
     except Exception:  # of no common base

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncllm.config import EngineArgs
+from asyncllm.models.base import CausalLM
 from asyncllm.models.registry import settle
 
 Config = dict[str, Any]
@@ -230,18 +231,22 @@ def write_shape(shape: Config, folder: Path) -> Path:
 
 
 def bytes_of_step(folder: Path, rows: int, context: int) -> float:
-    """What a decode step of `rows` rows must read: weights once, of the experts those that random
-    tokens touch, all rows' keys, values and states. The embedding is read by rows."""
+    """As `step_bytes`, of the model that a folder's config.json describes."""
     args = EngineArgs(str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16")
-    _, model = settle(args.create_engine_config())
-    source = json.loads((folder / "config.json").read_text())
-    num_experts = source.get("num_experts", source.get("num_local_experts"))
-    num_experts = num_experts or source.get("n_routed_experts", 1)
-    untouched = (1 - source.get("num_experts_per_tok", 1) / num_experts) ** rows
+    config, model = settle(args.create_engine_config())
+    return step_bytes(model, config.model.hf_config, rows, context)
+
+
+def step_bytes(model: CausalLM, hf: Any, rows: int, context: int) -> float:
+    """Bytes that a decode step of `rows` rows must read: weights once, of the experts those that
+    random tokens touch, all rows' keys, values and states. The embedding is read by rows."""
+    names = "num_experts", "num_local_experts", "n_routed_experts"
+    num_experts = next((n for name in names if (n := getattr(hf, name, None))), 1)
+    untouched = (1 - getattr(hf, "num_experts_per_tok", 1) / num_experts) ** rows
     total = 0.0
     for load in model.loads():
         share = 1 - untouched if ".experts." in load.name else 1.0
-        is_lookup = "embed_tokens" in load.name and not source["tie_word_embeddings"]
+        is_lookup = "embed_tokens" in load.name and not hf.tie_word_embeddings
         total += 0.0 if is_lookup else share * load.num_bytes
     window_tokens = [min(context, layer.window or context) for layer in model.attention_layers]
     for layer, tokens in zip(model.attention_layers, window_tokens, strict=True):

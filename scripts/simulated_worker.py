@@ -100,9 +100,6 @@ class SimulatedWorker:
         self._free_s = 0.0  # when the device will be
         self._waiter = EventWaiter()
 
-    def processors_for(self, params: object) -> tuple[int, ...]:
-        return ()
-
     def launch(self, plan: StepPlan) -> LaunchedStep:
         inputs = self.packer.pack(plan)
         step_s = self.step_s

@@ -77,7 +77,7 @@ BY_CLASS: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(architecture: str, **changes: Any) -> Any:
-    """Of the first variant that runs. Raises what the configuration or the model does of none."""
+    """The first variant that runs. Where none does, raises what the configuration or model did."""
     problem: Exception | None = None
     for variant in VARIANTS:
         try:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -22,14 +23,13 @@ def test_bytes_of_the_built_in_model():
     config = ModelConfig.from_folder(resolve_model_path("tiny"))
     hf = config.hf_config
     model = build_model(config, torch.bfloat16, torch.device("cpu"), TorchOps(), 64)
-    sizes = {load.name: load.view.nbytes for load in model.loads()}
+    weights = sum(load.view.nbytes for load in model.loads())
+    per_token = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    assert hf.tie_word_embeddings  # so the embedding is read as the head
+    assert bench_step.step_bytes(model, hf, 3, 7) == weights + 21 * per_token
+    untied = SimpleNamespace(tie_word_embeddings=False)
     embedding = 2 * hf.vocab_size * hf.hidden_size
-    everything = bench_step.weight_bytes(sizes, tied=True)
-    assert everything == sum(sizes.values())
-    assert everything - bench_step.weight_bytes(sizes, tied=False) == embedding
-    per_token = bench_step.kv_bytes_per_token(config, 2)
-    assert per_token == 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    assert bench_step.decode_bytes(1000, per_token, batch=3, context=7) == 1000 + 21 * per_token
+    assert bench_step.step_bytes(model, untied, 3, 7) == weights + 21 * per_token - embedding
 
 
 def test_help_needs_no_device():

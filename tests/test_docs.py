@@ -269,3 +269,12 @@ def test_every_class_of_a_step_is_listed_and_counted() -> None:
     for part, numbers in ((always, r"these (\d+) "), (sometimes, r"these (\d+) only")):
         stated = re.search(numbers, always if part is always else text)
         assert stated and len(CELL.findall(part)) == int(stated[1])
+
+
+def test_docstrings_are_sentences() -> None:
+    """A reader knows the subject without the name above: none begins with "Of" or "What"."""
+    folders = ("asyncllm", *PACKAGES, "scripts", "tests")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    fragment = re.compile(r'^ *"""(Of|What) ', re.MULTILINE)
+    assert len(files) > 500
+    assert [file for file in files if fragment.search(file.read_text())] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,3 +67,27 @@ def test_scripts_are_executable() -> None:
     for name in ("demo", "test", "setup", "loadtest.py", "gpu_check.py"):
         assert os.access(ROOT / "scripts" / name, os.X_OK), name
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_setup_takes_a_python_that_runs(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    setup = Path(shutil.copy(ROOT / "scripts" / "setup", tmp_path / "scripts"))
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("bash", "dirname"):
+        (programs / name).symlink_to(shutil.which(name) or name)
+
+    def run(**python: int) -> str:
+        """Programs by their exit codes; what is said, that of `-m venv` included."""
+        for name, code in python.items():
+            script = f'#!/bin/bash\n[ "$1" != -m ] || echo {name} "$@"\nexit {code}\n'
+            (programs / name).write_text(script)
+            (programs / name).chmod(0o755)
+        done = subprocess.run(
+            [setup], capture_output=True, text=True, env={"PATH": str(programs)}, check=False
+        )
+        assert done.returncode != 0
+        return done.stdout + done.stderr
+
+    assert "no Python 3.11 to 3.14" in run(**{"python3.11": 1, "python3": 1})
+    assert run(**{"python3.13": 0}).startswith("python3.13 -m venv .venv")

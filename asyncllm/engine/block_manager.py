@@ -8,8 +8,7 @@ step that was planned with them. It does not know why a sequence is admitted or 
   publish       a full page becomes findable by its hash, for steps after the one that fills it: a
                 prompt's at once, an answer's several at a time, which is cheaper, or at its end
   swap          a preempted sequence's pages move to host pages; both copies stay findable
-  states        where layers are recurrent, a prefix is cached as far as pages and a snapshot of
-                their state are (state_pool.py)
+  states        of recurrent layers: rows of another pool (state_pool.py)
 
 Invariant: `check_integrity()`. With no live sequence every page is free and every map of sequences
 is empty.
@@ -19,42 +18,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, replace
-from itertools import islice
-from operator import itemgetter
+from dataclasses import replace
 
 from asyncllm.cache_group import CacheGroup
 from asyncllm.engine.block_hashes import BlockHashes
+from asyncllm.engine.block_table import BlockTable, GroupPages, block_names, hold
 from asyncllm.engine.page_pool import PagePool
+from asyncllm.engine.prefix_cache import PrefixCache
 from asyncllm.engine.state_pool import StatePool
 from asyncllm.step_plan import PageAppend
 from asyncllm.types import PADDING_PAGE, Sequence
-
-
-@dataclass(slots=True)
-class _GroupPages:
-    """One sequence's pages in one group: of blocks `first`, `first` + 1, and so on."""
-
-    first: int = 0
-    pages: list[int] = field(default_factory=list)  # on the device
-    host_pages: list[int] = field(default_factory=list)  # while swapped
-
-    @property
-    def end(self) -> int:
-        return self.first + len(self.pages)
-
-
-@dataclass(slots=True)
-class _Table:
-    """One sequence's pages."""
-
-    groups: list[_GroupPages]
-    num_published: int = 0  # blocks
-    may_publish: bool = True  # not without a prefix cache, nor what was filled before its reset
-    # Where layers are recurrent:
-    num_found: int = 0  # blocks that had pages when it was admitted, with states or without
-    num_saved: int = 0  # blocks before its own last snapshot of the prompt
-    num_decoded: int = 0  # and of the answer
 
 
 class BlockManager:
@@ -77,24 +50,16 @@ class BlockManager:
         self.states = states
         self._groups = groups or (CacheGroup(block_size),)
         self.num_groups = len(self._groups)
-        self._full = [g for g, group in enumerate(self._groups) if group.window is None]
-        self._windows = [g for g, group in enumerate(self._groups) if group.window is not None]
-        self._tables: dict[int, _Table] = {}  # by seq_id: sequences that own pages
+        # Groups whose pages come and go while a prompt is computed.
+        self.windows = [g for g, group in enumerate(self._groups) if group.window is not None]
+        self._tables: dict[int, BlockTable] = {}  # by seq_id: sequences that own pages
         self._hashes = BlockHashes(block_size)
+        self.prefixes = PrefixCache(self.device, self.host, states, self._groups, self._hashes)
 
     # --- queries ---------------------------------------------------------------------------
 
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether pages are given back, and taken, while a prompt is computed."""
-        return bool(self._windows)
-
-    def can_extend(self, num_seqs: int) -> bool:
-        """Whether so many may begin a block."""
-        return num_seqs * self.num_groups <= self.device.num_free
 
     def pages_of(self, seq: Sequence, end: int | None = None) -> list[list[int]]:
         """By group, the device pages of `seq` in order, PADDING_PAGE behind a window; copies. Of
@@ -104,37 +69,18 @@ class BlockManager:
             lists += [([PADDING_PAGE] * held.first + held.pages)[:end]]
         return lists
 
-    def match_prefix(self, seq: Sequence) -> int:
-        """How many blocks at the start of `seq` are cached, as far as what follows sees them; its
-        last token is left to compute."""
-        if not self.enable_prefix_caching:
-            return 0
-        most = self._num_found(seq)
-        while most:
-            hole = self._last_hole(seq, most) if self._windows else None
-            if hole is None and self._has_state(seq, most):
-                break
-            most = most - 1 if hole is None else hole
-        return most
-
-    def hash_at(self, seq: Sequence, num_tokens: int) -> bytes | None:
-        """Of the last of the blocks that these tokens fill; None: of none."""
-        num_blocks = num_tokens // self.block_size
-        return self._hashes.first(seq, num_blocks)[num_blocks - 1] if num_blocks else None
-
     def num_pages_to_swap(self, seq: Sequence) -> int:
         end = self.num_blocks(seq.num_computed)
         return sum(end - held.first for held in self._tables[seq.seq_id].groups)
 
     def can_swap_out(self, seq: Sequence) -> bool:
-        if self.states is not None and not self.states.host.num_free:
-            return False
-        return self.num_pages_to_swap(seq) <= self.host.num_free
+        has_row = self.states is None or self.states.host.num_free > 0
+        return has_row and self.num_pages_to_swap(seq) <= self.host.num_free
 
     def num_uncached_tokens(self, seq: Sequence) -> int:
         """Tokens that a recomputation would have to compute, if nothing is evicted meanwhile."""
         published = self._tables[seq.seq_id].num_published
-        while published and not self._has_state(seq, published):
+        while published and not self.prefixes.has_state(seq, published):
             published -= 1
         return len(seq.token_ids) - published * self.block_size
 
@@ -146,23 +92,25 @@ class BlockManager:
         """Give `seq`, a new or a swapped one, pages for all its known tokens; of a window's layers
         for as many as they hold at a time.
 
-        num_cached: the blocks of a new one that `match_prefix` found; they are shared. num_spared:
-        pages that must stay free. None, and nothing is taken, where they would not; else the
-        swap-ins (host page, device page) of blocks that only the host holds.
+        num_cached: the blocks of a new one that `PrefixCache.match` found; they are shared.
+        num_spared: pages that must stay free. None, and nothing is taken, where they would not;
+        else the swap-ins (host page, device page) of blocks that only the host holds.
         """
         swapped, start = self._tables.get(seq.seq_id), num_cached * self.block_size
-        table = swapped or _Table([], num_cached, self.enable_prefix_caching)
+        table = swapped or BlockTable([], num_cached, self.enable_prefix_caching)
         if swapped is None:
             if self.states is not None and self.enable_prefix_caching:
-                table.num_found = self._num_found(seq)
+                table.num_found = self.prefixes.num_found(seq)
             for group in self._groups:
-                table.groups += [_GroupPages(group.first_block(start) if start else 0)]
-        wanted, names, num_pages = self._wanted(seq, table, len(seq.token_ids))
+                table.groups += [GroupPages(group.first_block(start) if start else 0)]
+        hashes = self._hashes.known(seq)[: table.num_published]
+        end = self.num_blocks(len(seq.token_ids))
+        wanted, names, num_pages = table.wanted(self._groups, hashes, end)
         if self.device.num_left(names, num_pages) < num_spared:
             return None
         self._tables[seq.seq_id] = table
         # New pages are published before they are filled: steps run in order, so no reader is early.
-        lists, new = _hold(self.device, wanted, names, num_pages)
+        lists, new = hold(self.device, wanted, names, num_pages)
         swap_in: list[tuple[int, int]] = []
         for held, pages, (of_group, _) in zip(table.groups, lists, wanted, strict=True):
             assert not held.pages, f"sequence {seq.seq_id} owns pages already"
@@ -174,9 +122,7 @@ class BlockManager:
                 if page in new and host_page is not None
             ]
         if swapped:
-            _release(self.host, [(held.first, held.host_pages) for held in table.groups])
-            for held in table.groups:
-                held.host_pages = []
+            table.release_host_pages(self.host)
         elif swap_in:  # in use just now: the others are evicted first
             for host_page, _ in swap_in:
                 self.host.share(host_page)
@@ -189,7 +135,7 @@ class BlockManager:
         for held in source.groups:
             for page in held.pages:
                 self.device.share(page)
-        groups = [_GroupPages(held.first, list(held.pages)) for held in source.groups]
+        groups = [GroupPages(held.first, list(held.pages)) for held in source.groups]
         self._tables[child.seq_id] = replace(source, groups=groups)
         self._hashes.fork(parent, child)
 
@@ -211,7 +157,7 @@ class BlockManager:
 
         As `trim` and `reserve` where nothing is shared, for all rows of a step that need one.
         """
-        full: list[tuple[Sequence, int, _GroupPages]] = []
+        full: list[tuple[Sequence, int, GroupPages]] = []
         appends: list[PageAppend] = []
         for seq in seqs:
             appends += self.trim(seq)
@@ -247,7 +193,7 @@ class BlockManager:
         """Give back the pages that no token from `num_computed` on sees. What is published stays
         findable; a step in flight may still read them: who takes them writes after it."""
         appends: list[PageAppend] = []
-        for g in self._windows:
+        for g in self.windows:
             held = self._tables[seq.seq_id].groups[g]
             first = self._groups[g].first_block(seq.num_computed)
             left, blocks = held.pages[: first - held.first], range(held.first, first)
@@ -270,7 +216,7 @@ class BlockManager:
         for g, held in enumerate(table.groups):
             new = range(max(table.num_published, held.first), num_full)
             pages = held.pages[new.start - held.first : new.stop - held.first]
-            self.device.publish(pages, _names(hashes[new.start : new.stop], g))
+            self.device.publish(pages, block_names(hashes[new.start : new.stop], g))
         table.num_published = num_full
 
     def save_states(self, seq: Sequence, start: int, end: int) -> tuple[tuple[int, int], ...]:
@@ -319,8 +265,8 @@ class BlockManager:
         """`seq` gives back all it owns."""
         table = self._tables.pop(seq.seq_id, None)
         if table is not None:
-            _release(self.device, [(held.first, held.pages) for held in table.groups])
-            _release(self.host, [(held.first, held.host_pages) for held in table.groups])
+            table.release_pages(self.device)
+            table.release_host_pages(self.host)
         if self.states is not None:
             self.states.leave_host(seq.seq_id)
 
@@ -333,14 +279,15 @@ class BlockManager:
         """Move `seq` to host pages; the copies (device page, host page) that are needed."""
         self.trim(seq)  # its slot is gone
         table = self._tables[seq.seq_id]
-        lists, new = _hold(self.host, *self._wanted(seq, table, seq.num_computed))
-        _release(self.device, [(held.first, held.pages) for held in table.groups])
+        hashes = self._hashes.known(seq)[: table.num_published]
+        wanted = table.wanted(self._groups, hashes, self.num_blocks(seq.num_computed))
+        lists, new = hold(self.host, *wanted)
         copies: list[tuple[int, int]] = []
         for held, host_pages in zip(table.groups, lists, strict=True):
             held.host_pages = host_pages
-            pairs = zip(held.pages, held.host_pages, strict=False)
+            pairs = zip(held.pages, host_pages, strict=False)
             copies += [(page, host_page) for page, host_page in pairs if host_page in new]
-            held.pages = []
+        table.release_pages(self.device)
         return copies
 
     def reset_prefix_cache(self) -> None:
@@ -351,64 +298,6 @@ class BlockManager:
             self.states.forget_all()
         for table in self._tables.values():
             table.num_published, table.may_publish = 0, False
-
-    # --- inside ----------------------------------------------------------------------------
-
-    def _num_found(self, seq: Sequence) -> int:
-        """How many blocks at the start of `seq` have pages in all groups that keep every block."""
-        most = (len(seq.token_ids) - 1) // self.block_size
-        if self._full:
-            for i in range(most):  # hashed up to the first miss: a long prompt may never be cached
-                block_hash = self._hashes.first(seq, i + 1)[i]
-                if self._is_missing(block_hash, self._full):
-                    return i
-        return most
-
-    def _has_state(self, seq: Sequence, num_blocks: int) -> bool:
-        """Whether recurrent layers, if there are any, have a snapshot after so many."""
-        if self.states is None:
-            return True
-        return self.states.has(self._hashes.first(seq, num_blocks)[num_blocks - 1])
-
-    def _last_hole(self, seq: Sequence, num_blocks: int) -> int | None:
-        """The last block that a window needs after so many, and that is not cached."""
-        hashes, end = self._hashes.first(seq, num_blocks), num_blocks * self.block_size
-        holes = [
-            i
-            for g in self._windows
-            for i in range(self._groups[g].first_block(end), num_blocks)
-            if self._is_missing(hashes[i], [g])
-        ]
-        return max(holes, default=None)
-
-    def _is_missing(self, block_hash: bytes, groups: list[int]) -> bool:
-        """Whether the block is not cached in all of these."""
-        for g in groups:
-            name = block_hash + bytes((g,)) if g else block_hash
-            if self.device.find(name) is None and self.host.find(name) is None:
-                return True
-        return False
-
-    def _wanted(
-        self, seq: Sequence, table: _Table, num_tokens: int
-    ) -> tuple[list[tuple[list[bytes], int]], list[bytes], int]:
-        """By group the names of the published blocks of so many tokens, and the number of all; then
-        all names, and the number of pages. Without a call for each group, as others below: before
-        a first prompt's step each counts."""
-        hashes, end = self._hashes.known(seq)[: table.num_published], self.num_blocks(num_tokens)
-        wanted: list[tuple[list[bytes], int]] = []
-        names: list[bytes] = []
-        num_pages = 0
-        for g, held in enumerate(table.groups):
-            of_group, count = hashes, end
-            if g:
-                of_group = _names(hashes, g)
-            if self._windows:
-                of_group, count = of_group[held.first :], self._groups[g].end(held.first, end)
-            wanted += [(of_group, count - held.first)]
-            names += of_group
-            num_pages += count - held.first
-        return wanted, names, num_pages
 
     def check_integrity(self) -> None:
         """Assert that every page's count is the number of tables that hold it."""
@@ -428,34 +317,3 @@ class BlockManager:
         """Assert that no sequence is known."""
         assert not self._tables, f"pages of finished sequences: {sorted(self._tables)}"
         self._hashes.check_empty()
-
-
-def _names(hashes: list[bytes], group: int) -> list[bytes]:
-    """The names of blocks in a group; in the first group these are the hashes."""
-    return [block_hash + bytes((group,)) for block_hash in hashes] if group else hashes
-
-
-def _hold(
-    pool: PagePool, wanted: list[tuple[list[bytes], int]], names: list[bytes], num_pages: int
-) -> tuple[list[list[int]], set[int]]:
-    """Holds what `_wanted` lists. Returns the pages by group, and all that are to be filled."""
-    pages, new = pool.hold(names, num_pages)
-    if not wanted[1:]:
-        return [pages], new
-    named, rest = iter(pages), iter(pages[len(names) :])
-    lists = [
-        [*islice(named, len(of_group)), *islice(rest, count - len(of_group))]
-        for of_group, count in wanted
-    ]
-    return lists, new
-
-
-def _release(pool: PagePool, lists: list[tuple[int, list[int]]]) -> None:
-    """Lists of pages, each with its first block: the last blocks first, so that tails are evicted
-    first."""
-    if len(lists) == 1:
-        pool.release(reversed(lists[0][1]))
-        return
-    blocks = [(first + i, page) for first, pages in lists for i, page in enumerate(pages)]
-    blocks.sort(key=itemgetter(0), reverse=True)
-    pool.release(page for _, page in blocks)

@@ -75,6 +75,6 @@ def _evict(scheduler: Scheduler, requests: list[Request]) -> list[int]:
     for request in requests:
         scheduler.abort(request.request_id, "error")
     blocks.reset_prefix_cache()
-    if blocks.has_windows:  # which have left pages behind
+    if blocks.windows:  # which have left pages behind
         return blocks.device.free_pages()
     return [page for page in pages if blocks.device.is_free(page)]

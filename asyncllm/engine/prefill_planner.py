@@ -172,12 +172,12 @@ class PrefillPlanner:
             sampled.num_in_flight += 1
 
     def _restore_state(self, seq: Sequence, states: StatePool, draft: StepDraft) -> None:
-        """Plans what recurrent layers of an admitted sequence go on from."""
+        """Plan what recurrent layers of an admitted sequence go on from."""
         host_row = states.leave_host(seq.seq_id)
         if host_row is not None:
             draft.states.swap_in.append((host_row, seq.slot))
         else:
-            row = states.source(self._blocks.hash_at(seq, seq.num_computed))
+            row = states.source(self._blocks.prefixes.hash_at(seq, seq.num_computed))
             draft.states.restore.append((row, seq.slot))
 
     def _fork(self, seq: Sequence, draft: StepDraft) -> list[Sequence]:
@@ -220,8 +220,10 @@ class PrefillPlanner:
         """Admit a sequence, if its known tokens fit; False where not. A swapped one goes on."""
         is_swapped = seq.status is SequenceStatus.SWAPPED
         # Logprobs of a position need its hidden state, which no page holds.
-        looks_up = not (is_swapped or seq.owes_prompt_logprobs)
-        num_blocks = self._blocks.match_prefix(seq) if looks_up else 0
+        looks_up = self._blocks.enable_prefix_caching and not (
+            is_swapped or seq.owes_prompt_logprobs
+        )
+        num_blocks = self._blocks.prefixes.match(seq) if looks_up else 0
         num_cached = num_blocks * self._blocks.block_size
         if to_the_end and not is_swapped and len(seq.token_ids) - num_cached > draft.budget:
             return False

@@ -104,7 +104,7 @@ class Histogram:
         return self._total
 
     def load(self, counts: Sequence[int], total: float) -> None:
-        """What another histogram with these edges has counted, in place of its own."""
+        """Take the counts of another histogram with these edges, in place of its own."""
         self._unbinned.clear()
         self._counts, self._total = np.array(counts, np.int64), total
 

@@ -24,6 +24,7 @@ from itertools import repeat
 from asyncllm.config import PreemptionMode, SchedulingPolicy
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import UNBOUNDED, ChunkPolicy
+from asyncllm.engine.preemption import Preemption
 from asyncllm.engine.prefill_planner import PrefillPlanner, StepDraft
 from asyncllm.engine.running_set import RunningSet
 from asyncllm.engine.stats import SchedulerStats
@@ -69,8 +70,9 @@ class Scheduler:
         self._prefills = PrefillPlanner(
             blocks, self.running, self.waiting, self._stats, chunk_policy, max_num_batched_tokens
         )
-        self._preemption_mode = preemption_mode
-        self._swap_cost = swap_cost
+        self._preemption = Preemption(
+            blocks, self.running, self.waiting, self._stats, preemption_mode, swap_cost
+        )
         self._next_step_id = 0
         self._unpublished: tuple[PrefillRow, ...] = ()  # of the last plan
 
@@ -145,8 +147,9 @@ class Scheduler:
         # A page is full, or (right after a fork) shared: the rest of the rows need no look.
         seqs = batch.seqs if running.has_forks else batch.at_block(blocks.block_size, 0)
         # Of a prompt that goes on, what its windows leave behind is exchanged for what comes next.
-        moving = running.prefilling() if blocks.has_windows else []
-        if running.has_forks or running.forced or moving or not blocks.can_extend(len(seqs)):
+        moving = running.prefilling() if blocks.windows else []
+        is_short = len(seqs) * blocks.num_groups > blocks.device.num_free
+        if running.has_forks or running.forced or moving or is_short:
             for seq in running.in_order([*seqs, *running.forced, *moving]):
                 if seq.status is SequenceStatus.RUNNING:
                     self._take_pages(seq, draft)
@@ -173,47 +176,13 @@ class Scheduler:
         missing = blocks.missing_blocks(seq, end)
         while blocks.device.num_free < len(missing):
             victim = self.running.seqs[-1]
-            self._preempt(victim, draft)
+            self._preemption.preempt(victim, draft)
             if victim is seq:
                 return
             missing = blocks.missing_blocks(seq, end)  # the victim may have left a shared page
         appends, copies = blocks.reserve(seq, missing)
         draft.page_appends += left_behind + appends
         draft.page_copies += copies
-
-    # --- preemption --------------------------------------------------------------------------
-
-    def _preempt(self, seq: Sequence, draft: StepDraft) -> None:
-        """Take slot and pages from a running sequence and put it back into the queue."""
-        draft.preempted = True
-        seq.request.metrics.num_preemptions += 1
-        slot, states = seq.slot, self.blocks.states
-        self.running.remove(seq)
-        self.blocks.publish(seq)  # what is recomputed may find it
-        if self._should_swap(seq):
-            draft.swap_out += self.blocks.swap_out(seq)
-            if states is not None:
-                draft.states.swap_out.append((slot, states.swap_out(seq.seq_id)))
-            seq.status = SequenceStatus.SWAPPED
-            self._stats.num_preemptions_swap += 1
-        else:
-            self.blocks.free(seq)
-            seq.num_computed = 0
-            seq.status = SequenceStatus.WAITING
-            self._stats.num_preemptions_recompute += 1
-        self.waiting.add(seq)
-
-    def _should_swap(self, seq: Sequence) -> bool:
-        """Whether it can be, and is asked for or costs less time, there and back."""
-        if self._preemption_mode == "recompute" or not self.blocks.can_swap_out(seq):
-            return False
-        if self._preemption_mode == "swap" or self._swap_cost is None:
-            return True
-        cost = self._swap_cost
-        num_pages = self.blocks.num_pages_to_swap(seq)
-        recompute = self.blocks.num_uncached_tokens(seq) * cost.seconds_per_token
-        one_way = num_pages * cost.seconds_per_page + cost.seconds_per_state
-        return 2 * one_way < recompute
 
     # --- a step's tokens ---------------------------------------------------------------------
 

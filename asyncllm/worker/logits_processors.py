@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from asyncllm.config import EngineConfig
+from asyncllm.errors import InvalidRequestError
 from asyncllm.sampling_limits import num_positional
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import Sequence as TokenSequence
@@ -70,8 +71,19 @@ class LogitsProcessors:
         self._keys: list[set[int]] = [set() for _ in self._processors]
 
     def needed_by(self, params: SamplingParams) -> tuple[int, ...]:
-        """The places of those that a request needs. Raises what they raise."""
-        return tuple(i for i, made in enumerate(self._processors) if made.is_needed(params))
+        """The places of those that a request needs. Raises `InvalidRequestError` where one refuses
+        it."""
+        try:
+            found = tuple(i for i, made in enumerate(self._processors) if made.is_needed(params))
+        except ValueError as error:
+            raise InvalidRequestError(
+                f"a logits processor: {error}", "logits_processors"
+            ) from error
+        if found and params.use_beam_search:  # its scores are those of the model
+            raise InvalidRequestError(
+                "this server's logits processors do not work with beam search", "use_beam_search"
+            )
+        return found
 
     def apply(self, logits: torch.Tensor, rows: Sequence[TokenSequence]) -> dict[int, Exception]:
         """Change logits f32 [rows, V] in place. Returns what was raised, by row."""

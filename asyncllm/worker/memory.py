@@ -7,7 +7,6 @@ than all sequences could ever use. States of recurrent layers come first: one fo
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from asyncllm.attention.kv_cache import KVCache, KVScales
 from asyncllm.attention.state_cache import StateCache, StateLayout
 from asyncllm.cache_group import CacheGroup, num_blocks_that_fit, num_pages_for
 from asyncllm.config import GIB, EngineConfig
+from asyncllm.host import memory_bytes
 from asyncllm.kernels.recurrent.records import (
     Convolution,
     DeltaRule,
@@ -172,7 +172,7 @@ def _num_pages(
 
 
 def _cache_bytes(config: EngineConfig, peak_bytes: int, device: torch.device) -> int:
-    """What pages and states may take."""
+    """Bytes that pages and states may take."""
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
     if device.type == "cuda":
@@ -184,8 +184,7 @@ def _cache_bytes(config: EngineConfig, peak_bytes: int, device: torch.device) ->
             largest = config.prefill_graph_sizes[-1]
             reserve += peak_bytes * largest // config.max_num_batched_tokens
         return int(allowed - peak_bytes - reserve)
-    ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(ram * CPU_KV_SHARE / config.mesh.size)
+    return int(memory_bytes() * CPU_KV_SHARE / config.mesh.size)
 
 
 def host_rows(config: EngineConfig, layout: CacheLayout, states: StateLayout) -> tuple[int, int]:
@@ -285,7 +284,7 @@ def measure_swap_cost(
 
 
 def _seconds(work: Callable[[], None], device: torch.device) -> float:
-    """Of its second run: the first is warm-up."""
+    """Time its second run: the first is warm-up."""
     for _ in range(2):
         start = time.perf_counter()
         work()

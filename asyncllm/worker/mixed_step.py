@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from asyncllm.attention.backend import AttentionBackend
 from asyncllm.attention.base import (
     AttendRows,
-    AttentionBackend,
     DecodeRows,
     PrefillRows,
     no_recurrence,
@@ -161,8 +161,8 @@ class MixedStep:
         return self._logits(hidden[tokens], self._token_slots[tokens])
 
     def _logits(self, hidden: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Of rows that are these slots'. May be captured, so that no row is asked whether it has an
-        adapter."""
+        """Logits of rows that these slots own. May be captured, so that no row is asked whether it
+        has an adapter."""
         if self.lora is None:
             return self.model.compute_logits(hidden)
         self.lora.select(self.state.adapters[slots])

@@ -15,7 +15,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from asyncllm.attention.base import AttentionBackend, DecodeRows, StepMixer, no_recurrence
+from asyncllm.attention.backend import AttentionBackend
+from asyncllm.attention.base import DecodeRows, StepMixer, no_recurrence
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.state_cache import StateBackend
 from asyncllm.config import EngineConfig

@@ -100,8 +100,8 @@ class StepSampling:
         return self._fetch(step, plan, forwarded, tokens, failures)
 
     def follow(self, step: PackedStep, forwarded: Forwarded | None, is_masked: bool) -> Collect:
-        """What `run` does, on a rank that gets the tokens: its slots move on to them. is_masked:
-        of a step that `needs_host`, whether it was sampled by masks."""
+        """As `run`, on a rank that gets the tokens: its slots move on to them. is_masked: whether a
+        step that `needs_host` was sampled by masks."""
         if forwarded is None:
             return lambda: StepResult([])
         if is_masked and forwarded.resample is not None and step.features == Feature.MASK:

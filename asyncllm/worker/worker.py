@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,27 +19,20 @@ from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.registry import build_backend, import_backend, resolve_backend
 from asyncllm.attention.state_cache import StateLayout
 from asyncllm.config import EngineConfig
-from asyncllm.kernels import persistent_decode
 from asyncllm.kernels.declaration import Launch
-from asyncllm.mesh_config import MeshConfig
 from asyncllm.models.base import CausalLM
-from asyncllm.models.layers.lora import LoRALayers
-from asyncllm.models.layers.ops import Ops
-from asyncllm.models.loader import load_weights
 from asyncllm.models.parallel.mesh import ALONE, Mesh
-from asyncllm.models.registry import build_model, keeps_latents, settle
-from asyncllm.sampling_params import SamplingParams
+from asyncllm.models.registry import settle
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepCost
 from asyncllm.worker import step_captures
 from asyncllm.worker.adapters import AdapterStore
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import LaunchedStep, StreamExecutor
-from asyncllm.worker.kernel_prewarm import KernelPrewarm, prewarm_slots, start_of
+from asyncllm.worker.kernel_prewarm import KernelPrewarm, prewarm_slots
 from asyncllm.worker.kernels import (
     SlotKernels,
     make_executor,
-    select_add_lora,
     select_ops,
     select_slot_kernels,
     select_states,
@@ -50,19 +42,18 @@ from asyncllm.worker.memory import (
     allocate_cache,
     allocate_states,
     begin_host_pages,
-    forward_without_attention,
     kv_scales,
     measure_swap_cost,
     plan_memory,
     time_prefill_on_cpu,
 )
+from asyncllm.worker.model_loading import check_stages, load_model, make_model
 from asyncllm.worker.model_runner import ModelRunner
 from asyncllm.worker.ranks.group import WorkerGroup
 from asyncllm.worker.ranks.messages import CaptureGraph, ClearPages, WorkerCommand
 from asyncllm.worker.step_captures import StepCaptures, capture_obstacle
 from asyncllm.worker.step_cost import measure_step_cost
 from asyncllm.worker.token_masks import TokenMaskBuffer
-from asyncllm.worker.work_counts import WorkCounts
 
 logger = logging.getLogger("asyncllm")
 
@@ -97,7 +88,7 @@ class Worker:
             kv_dtype = getattr(torch, config.kv_cache_dtype)
             layout = CacheLayout(layers, config.block_size, kv_dtype)
             if config.mesh.pp > 1:
-                _check_stages(config, kv_dtype)
+                check_stages(config, kv_dtype)
             state_layout = StateLayout(model.state_layers)
         self.device = torch.device(config.device)
         self.backend_name = resolve_backend(
@@ -116,12 +107,9 @@ class Worker:
         self.group = group
         with self._phase("ranks"):
             self._mesh = connect()
-        lora = None
-        if config.enable_lora:
-            add = select_add_lora(self.device)
-            lora = LoRALayers(config.max_loras, config.max_lora_rank, self._dtype, self.device, add)
         with self._phase("load"):
-            model, loading = self._load_model(ops, lora, early, progress)
+            model, lora = make_model(config, ops, self._mesh, self.device)
+            loading = load_model(model, config, early, self.device, progress)
         with self._phase("profile"):
             early.wait_for_hash()
             sizes = layout, state_layout, self.device
@@ -139,7 +127,7 @@ class Worker:
         self.adapters = None  # where no adapters are served
         if lora is not None:
             self.adapters = AdapterStore(lora, config.max_cpu_loras, self._executor, group)
-        self._processors = LogitsProcessors(config.logits_processors, config, self.device)
+        self.processors = LogitsProcessors(config.logits_processors, config, self.device)
         attention = build_backend(self.backend_name, cache, model.attention_layers, self._dtype)
         self.runner = ModelRunner(
             config,
@@ -150,12 +138,13 @@ class Worker:
             state,
             kernels,
             self._executor,
-            self._processors,
+            self.processors,
             self.token_masks,
             lora,
             self._mesh,
             group,
         )
+        self.work = self.runner.work
         with self._phase("warm_up"), self._executor.between_steps():
             self._warm_up(state, kernels, early)
         self._captures = StepCaptures(config, self.runner, ops.before_capture, progress=progress)
@@ -199,10 +188,6 @@ class Worker:
         return self.device.type == "cpu"
 
     @property
-    def work(self) -> WorkCounts:
-        return self.runner.work
-
-    @property
     def num_pending_graphs(self) -> int:
         return len(self._captures)
 
@@ -217,10 +202,6 @@ class Worker:
             case CaptureGraph():
                 with self._executor.between_steps():
                     self._captures.capture_one()
-
-    def processors_for(self, params: SamplingParams) -> tuple[int, ...]:
-        """Which of the engine's logits processors a request needs. Raises what they raise."""
-        return self._processors.needed_by(params)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """All of it, or (`HostStep`) its forward pass where it `needs_host`."""
@@ -246,37 +227,10 @@ class Worker:
 
     # --- the parts, in the order of their making ---------------------------------------------
 
-    def _load_model(
-        self, ops: Ops, lora: LoRALayers | None, early: KernelPrewarm, progress: bool
-    ) -> tuple[CausalLM, Callable[[], Launch | None]]:
-        """The model, and what waits for the persistent kernel's compiler. What can be compiled
-        without the weights is, meanwhile."""
-        config = self._config
-        model_len = config.max_model_len or config.model.context_window
-        backend = resolve_backend(config.attention_backend, self.device)
-        latents = keeps_latents(config, backend)  # as of the layout
-        model = build_model(
-            config.model, self._dtype, self.device, ops, model_len, lora, latents, self._mesh
-        )
-        if lora is not None:
-            if not lora.layers:
-                raise ValueError("enable_lora: this model's own code takes no adapters")
-            lora.allocate()
-            own = config.mesh.layers(config.model.num_layers)
-            others = {*range(config.model.num_layers)} - {*own}
-            lora.elsewhere = tuple(f"model.layers.{index}." for index in others)
-        # One row, whose GEMMs are other kernels; weights may be missing.
-        if config.mesh.size == 1:  # of several ranks a thread's calls would meet others of the mesh
-            early.begin(
-                lambda: model.compute_logits(forward_without_attention(model, 1, self.device))
-            )
-        definitions = persistent_decode.KERNEL.definitions(start_of(config, model, self.device))
-        loading = persistent_decode.KERNEL.begin_loading(self.device, definitions)
-        load_weights(model, config.model.path, config.load_format, config.seed, progress)
-        return model, loading
-
     def _warm_up(self, state: DeviceState, kernels: SlotKernels, early: KernelPrewarm) -> None:
-        """On the current stream, and in the threads of what else is to be compiled."""
+        """On the current stream, and in the threads of what else is to be compiled. What they have
+        begun is awaited: this thread would compile it a second time, and one after the other."""
+        early.settle()
         if isinstance(self._executor, StreamExecutor) and self._config.mesh.size == 1:
             slots = torch.zeros(1, dtype=torch.int32, device=self.device)  # the padding slot
             early.begin(partial(self.runner.decode_step, slots, 1), self._executor.stream)
@@ -316,15 +270,3 @@ class Worker:
         start = time.perf_counter()
         yield
         self.phases[name] = time.perf_counter() - start
-
-
-def _check_stages(config: EngineConfig, kv_dtype: torch.dtype) -> None:
-    """Rank 0 plans pages for all stages: they must have the same cache groups. Raises `ValueError`
-    for a model of which they may not."""
-    _, model = settle(replace(config, mesh=MeshConfig()))
-    layout = CacheLayout(model.attention_layers, config.block_size, kv_dtype)
-    if layout.num_groups > 1:
-        raise ValueError(
-            f"pipeline_parallel_size {config.mesh.pp}: {config.model.architecture} has layers of "
-            f"{layout.num_groups} cache groups, and stages must have one"
-        )

@@ -8,11 +8,12 @@ prefill  planned on the host per step and kind (prefill.py), by plans in rotatio
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache as cached
 
 import torch
 
+from asyncllm.attention.backend import AttendHeads, AttentionBackend
 from asyncllm.attention.base import (
     Attend,
     AttendProjected,
@@ -40,9 +41,7 @@ PREFILL_HEAD_DIMS = (64, 128, 256)
 NUM_PLANS = 2  # steps that may be between plan and completion: one running, one launched ahead
 
 
-class FlashInferAttention:
-    supports_graphs = True
-
+class FlashInferAttention(AttentionBackend):
     def __init__(
         self, cache: KVCache, layers: list[AttentionLayer], dtype: torch.dtype | None = None
     ) -> None:
@@ -50,7 +49,7 @@ class FlashInferAttention:
         dtype = dtype or cache.layers[0].dtype
         for layer in layers:
             _check_supported(layer, dtype)
-        self._cache = cache
+        super().__init__(cache)
         self._kinds = LayerKinds(layers, cache.group_of)
         device = cache.layers[0].device
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
@@ -61,7 +60,8 @@ class FlashInferAttention:
         self._plans = RotatingBuffers(plans, device)
 
     def decode(self, rows: DecodeRows) -> Attend:
-        rotated = cached(lambda: self._decode_rotated(rows))  # once for all that need it
+        decode_rotated = super().decode
+        rotated = cached(lambda: decode_rotated(rows))  # once for all that need it
 
         def bind(kind: int, group: int) -> Attend | AttendProjected:
             balanced = self._balanced_for(kind, rows.positions)
@@ -84,34 +84,32 @@ class FlashInferAttention:
         layer: AttentionLayer,
         qkv: torch.Tensor | RotatedHeads,
         rotation: Rotation | None,
-        write_slots: torch.Tensor,
-        q: torch.Tensor,
-    ) -> None:
+        write_slots: Sequence[torch.Tensor] | torch.Tensor,
+        q: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         slots = write_slots[self._cache.group_of[layer.index]]
         pages, scales = self._cache.layers[layer.index], self._cache.scales_of(layer.index)
-        rotate_and_write(layer, qkv, rotation, pages, slots, q, scales)
+        return rotate_and_write(layer, qkv, rotation, pages, slots, q, scales)
 
-    def mixed(
-        self,
-        decodes: DecodeRows | None,
-        prefills: PrefillRows,
-        q: torch.Tensor,
-        out: torch.Tensor,
-    ) -> AttendRows:
-        with self._plans as plan:
-            plan.prepare(prefills)
-        if decodes is None:
-            return plan.bind(q[: prefills.num_tokens], out[: prefills.num_tokens])
-        start = decodes.positions.shape[0]
-        end = start + prefills.num_tokens
-        prefill = plan.bind(q[start:end], out[start:end])
-        decode = self._bind_decode(q[:start], decodes, out[:start])
-
-        def attend(layer: AttentionLayer) -> None:
-            decode(layer)
-            prefill(layer)
+    def attend_decodes(self, rows: DecodeRows) -> AttendHeads:
+        def attend(layer: AttentionLayer, q: torch.Tensor, out: torch.Tensor) -> None:
+            tables = rows.block_tables[self._cache.group_of[layer.index]]
+            kind = self._kinds.number_of[layer.index]
+            self._bind_kind(kind, q, tables, rows.positions, out)(layer)
 
         return attend
+
+    def bind_decodes(self, rows: DecodeRows, q: torch.Tensor, out: torch.Tensor) -> AttendRows:
+        return self._kinds.select(
+            lambda kind, group: self._bind_kind(
+                kind, q, rows.block_tables[group], rows.positions, out
+            )
+        )
+
+    def bind_prefills(self, rows: PrefillRows, q: torch.Tensor, out: torch.Tensor) -> AttendRows:
+        with self._plans as plan:
+            plan.prepare(rows)
+        return plan.bind(q, out)
 
     def step_attention(self, max_tokens: int) -> FlashInferSteps | None:
         """For layers of one kind and cache group, which FA3 and balanced_decode do."""
@@ -144,31 +142,6 @@ class FlashInferAttention:
 
     def _balanced_for(self, kind: int, positions: torch.Tensor) -> BalancedDecode | None:
         return self._balanced[kind]() if len(positions) <= MAX_ROWS else None
-
-    def _decode_rotated(self, rows: DecodeRows) -> Attend:
-        """Two kernels: one rotates and writes, one attends."""
-        write_slots = rows.write_slots(self._cache.block_size)
-
-        def attend(
-            layer: AttentionLayer, qkv: torch.Tensor | RotatedHeads, rotation: Rotation | None
-        ) -> torch.Tensor:
-            cache, group = self._cache.layers[layer.index], self._cache.group_of[layer.index]
-            scales = self._cache.scales_of(layer.index)
-            q = rotate_and_write(layer, qkv, rotation, cache, write_slots[group], scales=scales)
-            out = torch.empty_like(q)
-            kind = self._kinds.number_of[layer.index]
-            self._bind_kind(kind, q, rows.block_tables[group], rows.positions, out)(layer)
-            return out.flatten(1)
-
-        return attend
-
-    def _bind_decode(self, q: torch.Tensor, rows: DecodeRows, out: torch.Tensor) -> AttendRows:
-        """Attention of rotated heads: q, out [rows, heads, head_dim], contiguous."""
-        return self._kinds.select(
-            lambda kind, group: self._bind_kind(
-                kind, q, rows.block_tables[group], rows.positions, out
-            )
-        )
 
     def _bind_kind(
         self,

@@ -156,7 +156,7 @@ class Attention:
 
 
 def own_heads(layer: AttentionLayer, build: Build) -> tuple[slice, slice]:
-    """Of a layer's heads of q, and of k and v, those that this rank has."""
+    """The heads of q, and those of k and v, that this rank has."""
     mesh = build.mesh.config
     return mesh.share(layer.num_heads, "num_attention_heads"), mesh.kv_share(layer.num_kv_heads)
 

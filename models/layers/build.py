@@ -38,7 +38,7 @@ class Build:
     quantized_experts: Callable[[str, ExpertsShape], ExpertsMethod | None] | None = None
 
     def experts_method(self, name: str, shape: ExpertsShape) -> ExpertsMethod:
-        """Of the experts that the checkpoint has below `name`. Raises `ModelLoadError`."""
+        """The method of the experts in the checkpoint below `name`. Raises `ModelLoadError`."""
         if self.quantized_experts is not None:
             method = self.quantized_experts(name, shape)
             if method is not None:

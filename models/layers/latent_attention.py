@@ -39,7 +39,7 @@ class LatentSpec:
 
     @property
     def order(self) -> HeadOrder:
-        """Of the part that rotates."""
+        """The order of the part that rotates."""
         return HeadOrder(self.rotary_dim, self.rotary_dim, interleaved=True)
 
     def make(

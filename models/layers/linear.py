@@ -63,12 +63,14 @@ class Linear:
         self.weights = self._method.create_weights(self._shape)
         self._lora = None if build.lora is None else build.lora.layer(self._shape)
         if self._lora is not None:
-            self._lora.base = {n: w for n, w in self.weights.items() if n == "bias"}
+            is_plain = isinstance(self._method, UnquantizedLinearMethod)
+            known = {"weight", "bias"} if is_plain else {"bias"}
+            self._lora.base = {n: w for n, w in self.weights.items() if n in known}
 
     def reorder(self, rows: Mapping[str, torch.Tensor]) -> None:
-        """Of these parts, output i is the checkpoint's output rows[part][i]: int64 on the CPU.
+        """Load output i of these parts from the checkpoint's rows[part][i]: int64 on the CPU.
 
-        Only of weights that lie as in the checkpoint, a row for each output.
+        Only for weights that lie as in the checkpoint, a row for each output.
         """
         if not isinstance(self._method, UnquantizedLinearMethod):
             raise NotImplementedError(f"the outputs of {type(self._method).__name__} in an order")
@@ -104,7 +106,7 @@ class Linear:
 
 
 def _reordered(load: Load, rows: torch.Tensor) -> Load:
-    """Of a range of outputs: by that range of the order, from anywhere in the tensor."""
+    """Load a range of outputs by that range of the order, from anywhere in the tensor."""
     own = rows[load.part[0]] if load.part else rows
     return replace(load, part=(), transform=_take(own))
 

@@ -78,7 +78,7 @@ class LinearShape:
     def loads(
         self, part: str, suffix: str, view: torch.Tensor, columns: tuple[slice, ...] = ()
     ) -> Iterator[Load]:
-        """Of a tensor with a row for each of a part's outputs: what is computed here, to `view`."""
+        """Load to `view` this rank's share of a tensor with a row for each of a part's outputs."""
         name = f"{part}.{suffix}"
         if self.shard.rows is None and not columns:
             yield Load(name, view)
@@ -148,7 +148,7 @@ class UnquantizedLinearMethod:
 
 
 def bias_loads(shape: LinearShape, weights: Weights) -> Iterator[Load]:
-    """Of the bias, if there is one. A rank that has none of it reads nothing, but knows of it."""
+    """Load the bias, if there is one. A rank that has none of it reads nothing, but knows of it."""
     if shape.has_bias:
         views = weights["bias"].split(list(shape.sizes.values()))
         for part, view in zip(shape.parts, views, strict=True):

@@ -66,7 +66,7 @@ class LoRAExperts:
         return self._owner.row_slots is not None
 
     def row_slots(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Of rows that are these tokens', [rows]."""
+        """The adapter slots of rows that belong to these tokens: [rows]."""
         assert self._owner.row_slots is not None
         return self._owner.row_slots[tokens]
 

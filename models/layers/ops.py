@@ -50,11 +50,11 @@ class FusedProducts(Protocol):
 
 
 class ExpertAdapters(Protocol):
-    """What adapters add to the experts' products, in place. Rows are sorted by expert: `ends` says
-    where each one's end, int32 [experts]."""
+    """Adds the adapters' part to the experts' products, in place. Rows are sorted by expert:
+    `ends` says where each one's end, int32 [experts]."""
 
     def row_slots(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Of rows that are these tokens', [rows]."""
+        """The adapter slots of rows that belong to these tokens: [rows]."""
         ...
 
     def add_gate_up(

@@ -69,7 +69,7 @@ class HeadOrder:
         return (heads + self.entries()).flatten()
 
     def load(self, load: Load) -> Load:
-        """Of a weight of each entry, the last dimension."""
+        """Reorder a weight whose last dimension has a number for each entry."""
         entries, then = self.entries(), load.transform or (lambda loaded: loaded)
         return replace(load, transform=lambda loaded: then(loaded)[..., entries.to(loaded.device)])
 

@@ -1,4 +1,4 @@
-"""What the ranks that share a model say to each other in a step; each call is made by all of them.
+"""Calls between the ranks that share a model, in a step; each call is made by all of them.
 
 `Alone` is the mesh of one rank, and of models without memory, which are built and never run. Models
 ask `config` for their share when they are built, so that one rank's step has no call in it.
@@ -33,7 +33,7 @@ class Mesh(Protocol):
         ...
 
     def receive(self, x: torch.Tensor) -> torch.Tensor:
-        """What the rank of this place in the stage before sends, into x."""
+        """Receive into x what the rank of this place in the stage before sends."""
         ...
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ class Mesh(Protocol):
         ...
 
     def least(self, number: int) -> int:
-        """Of the numbers of the ranks of all stages. Waits for the device."""
+        """The least of the numbers that the ranks of all stages have. Waits for the device."""
         ...
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ MXFP4_GROUP = 32
 
 
 class Layout(NamedTuple):
-    """What the sources of a group of layers depend on, besides its scheme."""
+    """The facts, besides its scheme, that the sources of a group of layers depend on."""
 
     packed: bool
     strategy: str

@@ -100,7 +100,7 @@ def _layer(load: Load) -> str:
 
 
 def _checked_only(source: Source) -> Source:
-    """What is not used is read for the sake of its checks."""
+    """Read what is not used, for the sake of its checks."""
     convert = source.convert
     assert convert is not None
 
@@ -113,8 +113,8 @@ def _checked_only(source: Source) -> Source:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnRows:
-    """What a rank keeps of one product's matrix: these of all experts' rows, ascending, and of each
-    these columns."""
+    """A rank's share of one product's matrix: these of all experts' rows, ascending, and these
+    columns of each."""
 
     experts: range  # those that it reads of a tensor of several
     rows: torch.Tensor
@@ -132,8 +132,8 @@ class OwnRows:
         return cls(range(shape.num_experts)[share.experts], own, columns, share.is_whole)
 
     def among(self, first: int, num_rows: int) -> tuple[torch.Tensor, slice]:
-        """Of rows `first` and so on: the places among them of those that are kept, and where they
-        lie in the rank's own matrix."""
+        """The places, among rows `first` and so on, of those that are kept, and where they lie in
+        the rank's own matrix."""
         ends = torch.tensor([first, first + num_rows])
         start, stop = torch.searchsorted(self.rows, ends).tolist()
         return self.rows[start:stop] - first, slice(start, stop)
@@ -250,7 +250,7 @@ class QuantizedExpertsMethod:
         return Load(name, nothing, (slice(0),), file_shape=file_shape)
 
     def _width(self, field: str, columns: slice) -> int:
-        """Of what a file fills in memory."""
+        """The columns in memory of a weight, or of its scales, that a file fills."""
         scheme, size = self.scheme, columns.stop - columns.start
         return size * scheme.bits // 8 if field == "weight" else scheme.num_groups(size)
 

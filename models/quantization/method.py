@@ -132,7 +132,7 @@ class QuantizedLinearMethod:
         check_columns(self.scheme, name, columns, shape.in_features)
 
     def _shard(self, source: Source, shape: LinearShape, name: str) -> Source:
-        """What a rank has of what a whole tensor becomes: the layout of words is the reader's."""
+        """Take a rank's share of what a whole tensor becomes: words lie as the reader says."""
         columns, ranges = shape.shard.columns, shape.rows(name)
 
         def cut(field: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -181,7 +181,7 @@ def place_of_columns(scheme: Scheme, field: str, columns: slice) -> slice:
 
 
 def converted(source: Source, cut: Callable[[str, torch.Tensor], torch.Tensor]) -> Source:
-    """Of the contents of each field what `cut` leaves."""
+    """The same source, of whose fields `cut` leaves a part."""
 
     def convert(tensor: torch.Tensor) -> list[torch.Tensor]:
         made = [tensor] if source.convert is None else source.convert(tensor)

@@ -61,7 +61,7 @@ class Scheme:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of `weight` in memory; two codes of four bits to a byte."""
+        """The dtype of `weight` in memory; two codes of four bits share a byte."""
         return {"fp8": FP8, "int8": torch.int8}.get(self.kind, torch.uint8)
 
     def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:

@@ -56,7 +56,7 @@ class Methods(NamedTuple):
     left: set[str]
 
     def describe(self) -> str:
-        """What is quantised, and what is not."""
+        """Say what is quantised, and what is not."""
         rest = f", {len(self.left)} layers: {list_keys(self.left)}" if self.left else ""
         return (
             f"weights are quantised: {', '.join(sorted(self.schemes))}; in 16 bits: embeddings, "

@@ -13,7 +13,7 @@ import torch
 
 from asyncllm import cli
 from asyncllm.attention.base import AttentionLayer
-from asyncllm.commands import doctor
+from asyncllm.commands import doctor, doctor_model
 from asyncllm.commands.doctor import examine
 from asyncllm.config import EngineArgs
 from asyncllm.model_config import BUILTIN_MODELS
@@ -58,7 +58,7 @@ def test_which_kernel_decodes_which_layers(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     config = EngineArgs(dtype="bfloat16").create_engine_config()
     layers = [AttentionLayer(i, 32, 8, 128, 1.0, 100 if i % 3 else None) for i in range(6)]
-    full, window = doctor._attention(config, layers)
+    full, window = doctor_model._attention(config, layers)
     assert full.value == "balanced_decode decodes 2 layers like layer 0" and not full.advice
     assert window.value == "paged_decode decodes 4 layers like layer 1"
     assert window.advice == "balanced_decode does not do a window of 100"
@@ -88,7 +88,7 @@ def test_files_that_are_missing(tmp_path: Path) -> None:
 
 
 def test_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_memory_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(doctor_model, "memory_bytes", lambda: 1 << 20)
     assert findings(model="tiny", device="cpu")["tokens that fit"].state == "MISSING"
 
 

@@ -1,4 +1,4 @@
-"""What crosses the socket comes out as it went in, and nothing else is let through."""
+"""All that crosses the socket comes out as it went in, and nothing else is let through."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def seen_from(window: int | None, position: int) -> int:
 
 
 def moved_state(state: int, token_id: int) -> int:
-    """What recurrent layers keep, one token on."""
+    """The state that recurrent layers keep, one token on."""
     return hash((state, token_id))
 
 
@@ -221,7 +221,7 @@ class FakeDevice:
         return StepResult(self._sample(step, contexts))
 
     def _forward(self, plan: StepPlan) -> list[tuple[int, Seen]]:
-        """Of each sample its next position and what it sees, read back from the pages after all
+        """Each sample's next position and what it sees, read back from the pages after all
         writes.
 
         Rows run in random order: none may depend on another of the same step.

@@ -47,7 +47,7 @@ class Memory:
             self._state = moved_state(self._state, token_id)
 
     def last(self) -> Seen:
-        """What the last token sees."""
+        """The tokens that the last one sees."""
         return self._seen(len(self._cells[0]) - 1)
 
     def _seen(self, position: int) -> Seen:

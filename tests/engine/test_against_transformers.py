@@ -53,7 +53,7 @@ Answer = tuple[list[int], list[float]]  # tokens, their log-probabilities
 
 @torch.inference_mode()
 def greedy(model: Any, prompt: list[int], num_tokens: int) -> Answer:
-    """What transformers' generate answers."""
+    """The answers of transformers' generate."""
     output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),

@@ -9,6 +9,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 
 from asyncllm import (
     AsyncLLMEngine,
@@ -52,6 +53,23 @@ def set_queue_clock_forward(monkeypatch: pytest.MonkeyPatch, seconds: float) -> 
     """Requests that wait for their first step have waited so much longer."""
     expire = LiveRequests.expire
     monkeypatch.setattr(LiveRequests, "expire", lambda self, now: expire(self, now + seconds))
+
+
+def test_gradients_stay_the_applications() -> None:
+    """They are off in the engine's own threads alone: others of this process may train."""
+
+    async def main() -> None:
+        async with small_engine(model_impl="transformers") as engine:
+            assert torch.is_grad_enabled()
+            async for _ in engine.generate("Hello", GREEDY):
+                assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+            assert await asyncio.to_thread(torch.is_grad_enabled)
+            weight = torch.ones(2, requires_grad=True)
+            (2 * weight).sum().backward()
+            assert weight.grad is not None and weight.grad.tolist() == [2, 2]
+        assert torch.is_grad_enabled()
+
+    run(main())
 
 
 def test_a_request_from_another_loop_is_refused_at_once() -> None:

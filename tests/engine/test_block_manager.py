@@ -14,7 +14,7 @@ SIZE = 4  # tokens per page
 
 def admit(blocks: BlockManager, seq: Sequence) -> list[tuple[int, int]]:
     """Give `seq` its pages, and say that they are computed."""
-    num_cached = blocks.match_prefix(seq)
+    num_cached = blocks.prefixes.match(seq)
     swap_in = blocks.admit(seq, num_cached)
     assert swap_in is not None
     seq.num_computed = seq.num_prefill = len(seq.token_ids)
@@ -26,7 +26,7 @@ def admit(blocks: BlockManager, seq: Sequence) -> list[tuple[int, int]]:
 def num_cached(blocks: BlockManager, prompt: list[int]) -> int:
     """Blocks of `prompt` that a new sequence would find; forgotten at once."""
     probe = make_sequence(999, [*prompt, 0])
-    found = blocks.match_prefix(probe)
+    found = blocks.prefixes.match(probe)
     blocks.forget(probe)
     return found
 
@@ -112,15 +112,15 @@ def test_a_finished_sequences_full_blocks_are_found_again() -> None:
 def test_the_last_token_is_always_left_to_compute() -> None:
     blocks = BlockManager(10, SIZE)
     admit(blocks, make_sequence(1, range(8)))
-    assert blocks.match_prefix(make_sequence(2, range(8))) == 1
-    assert blocks.match_prefix(make_sequence(3, range(9))) == 2
+    assert blocks.prefixes.match(make_sequence(2, range(8))) == 1
+    assert blocks.prefixes.match(make_sequence(3, range(9))) == 2
 
 
 def test_a_prompt_is_hashed_only_up_to_its_first_miss() -> None:
     blocks = BlockManager(100, SIZE)
     admit(blocks, make_sequence(1, range(8)))
     seq = make_sequence(2, [*range(8), *range(100, 200)])
-    assert blocks.match_prefix(seq) == 2
+    assert blocks.prefixes.match(seq) == 2
     assert len(blocks._hashes.known(seq)) == 3, "27 blocks, the third is unknown"
 
 
@@ -131,13 +131,13 @@ def test_a_block_is_found_only_after_the_same_blocks_and_under_the_same_key() ->
     assert num_cached(blocks, [3] * 4 + [2] * 4) == 0
     assert num_cached(blocks, [2] * 4) == 0
     salted = make_sequence(2, [1] * 9, cache_key=b"salt")
-    assert blocks.match_prefix(salted) == 0
+    assert blocks.prefixes.match(salted) == 0
 
 
 def test_only_what_is_computed_is_published() -> None:
     blocks = BlockManager(10, SIZE)
     seq = make_sequence(1, range(12))
-    blocks.admit(seq, blocks.match_prefix(seq))
+    blocks.admit(seq, blocks.prefixes.match(seq))
     assert num_cached(blocks, list(range(12))) == 0
     seq.num_computed = 7
     blocks.publish(seq)
@@ -177,7 +177,7 @@ def test_admission_never_evicts_what_it_matched() -> None:
     pages = pages_of(blocks, first)
     blocks.forget(first)
     second = make_sequence(2, range(12))
-    num_matched = blocks.match_prefix(second)
+    num_matched = blocks.prefixes.match(second)
     assert num_matched == 2
     assert blocks.admit(second, num_matched, num_spared=1) is None, "it takes all three"
     blocks.admit(second, num_matched)
@@ -188,7 +188,7 @@ def test_admission_never_evicts_what_it_matched() -> None:
 def test_without_prefix_caching_nothing_is_found() -> None:
     blocks = BlockManager(10, SIZE, enable_prefix_caching=False)
     admit(blocks, make_sequence(1, range(9)))
-    assert blocks.match_prefix(make_sequence(2, range(9))) == 0
+    assert blocks.prefixes.match(make_sequence(2, range(9))) == 0
 
 
 def test_a_reset_forgets_all_blocks() -> None:
@@ -325,7 +325,7 @@ def test_a_new_sequence_finds_swapped_blocks_on_the_host() -> None:
     blocks.swap_out(seq)
     blocks.device.release(blocks.device.take(3))
     second = make_sequence(2, range(10))
-    assert blocks.match_prefix(second) == 2
+    assert blocks.prefixes.match(second) == 2
     swap_in = admit(blocks, second)
     assert len(swap_in) == 2, "the device holds none of them"
     assert [page for _, page in swap_in] == pages_of(blocks, second)[:2]
@@ -336,7 +336,7 @@ def test_a_new_sequence_finds_swapped_blocks_on_the_host() -> None:
 def test_a_swapped_prefill_gets_all_its_pages_back() -> None:
     blocks = BlockManager(5, SIZE, num_host_pages=5)
     seq = make_sequence(1, range(18))
-    blocks.admit(seq, blocks.match_prefix(seq))
+    blocks.admit(seq, blocks.prefixes.match(seq))
     seq.num_prefill, seq.num_computed = 18, 6
     assert len(blocks.swap_out(seq)) == 2, "what is not computed need not be kept"
     assert blocks.admit(seq, num_spared=1) is None, "it takes all five"
@@ -355,7 +355,7 @@ def test_a_full_host_refuses_to_swap() -> None:
 def test_a_swap_needs_host_pages_only_for_what_is_computed() -> None:
     blocks = BlockManager(5, SIZE, num_host_pages=2)
     seq = make_sequence(1, range(18))
-    blocks.admit(seq, blocks.match_prefix(seq))
+    blocks.admit(seq, blocks.prefixes.match(seq))
     seq.num_prefill, seq.num_computed = 18, 6
     assert blocks.can_swap_out(seq)
     blocks.swap_out(seq)

@@ -100,13 +100,13 @@ def test_a_hit_needs_the_last_window_alone() -> None:
     for name in in_window[:7]:  # as if they had been taken: blocks 7, 8 and 9 are left
         del blocks.device._hash_of[pages.pop(name)]
     seq = make_sequence(2, range(50))
-    assert blocks.match_prefix(seq) == 10
+    assert blocks.prefixes.match(seq) == 10
     assert blocks.admit(seq, 10) == []
     full, behind = blocks.pages_of(seq)
     assert 0 not in full and behind[:8] == [0] * 8 and 0 not in behind[8:], "tokens 35 to 39"
     blocks.check_integrity()
     # After 8 blocks the window reaches into block 6; after none it needs nothing.
-    assert blocks.match_prefix(make_sequence(3, range(35))) == 0
+    assert blocks.prefixes.match(make_sequence(3, range(35))) == 0
 
 
 def test_a_shared_page_behind_a_window_stays_with_who_sees_it() -> None:
@@ -114,7 +114,7 @@ def test_a_shared_page_behind_a_window_stays_with_who_sees_it() -> None:
     publish_and_forget(blocks, 12)
     first, second = make_sequence(2, range(13)), make_sequence(3, range(13))
     for seq in (first, second):
-        assert blocks.match_prefix(seq) == 3 and blocks.admit(seq, 3) == []
+        assert blocks.prefixes.match(seq) == 3 and blocks.admit(seq, 3) == []
         seq.num_computed = 12
     first.num_computed = 20
     used = blocks.device.num_used

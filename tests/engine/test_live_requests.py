@@ -325,7 +325,7 @@ def test_prompts_are_hashed_when_the_device_has_their_step() -> None:
             def watched(plan: StepPlan) -> Any:
                 if plan.prefills:
                     (row,) = plan.prefills
-                    found.append(bool(core.live.scheduler.blocks.match_prefix(row.seq)))
+                    found.append(bool(core.live.scheduler.blocks.prefixes.match(row.seq)))
                 return launch(plan)
 
             core.worker.launch = watched  # type: ignore[method-assign]

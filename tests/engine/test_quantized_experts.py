@@ -131,7 +131,7 @@ def test_a_scale_that_is_none_is_refused(tmp_path: Path) -> None:
 def test_experts_are_quantised_while_they_load(
     quantization: Quantization, is_stacked: bool, tmp_path: Path
 ) -> None:
-    """Of a file for each expert, and of all in one tensor, inputs before outputs."""
+    """A file for each expert, and all in one tensor, inputs before outputs."""
     config: Any = MIXTURE
     if is_stacked:
         config = GptOssConfig(**GPT_OSS | {"hidden_size": 128, "intermediate_size": 128})

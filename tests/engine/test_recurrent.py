@@ -193,7 +193,7 @@ def test_doctor_counts_states(reference: Any) -> None:
     """Three layers, each a window of 3 of 96 channels, and 8 heads of 8 times 16, in float32."""
     expected: Reference = reference("mamba2")
     args = EngineArgs(str(expected.folder), max_num_seqs=4, **ALWAYS)
-    found = {finding.name: finding for finding in doctor._model(args)}
+    found = {finding.name: finding for finding in doctor.examine_model(args)}
     row_bytes = 3 * (3 * 128 + 8 * 8 * 16) * 4
     text = found["state per sequence"].value
     assert text.startswith(f"{row_bytes} bytes, for 5 slots, 8 snapshots")

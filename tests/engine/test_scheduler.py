@@ -740,7 +740,7 @@ def test_what_an_answer_has_filled_is_found_after_it(ended_by: str) -> None:
     if ended_by == "its client":
         scheduler.abort("r1")
     elif ended_by == "preemption":
-        scheduler._preempt(seq, StepDraft())
+        scheduler._preemption.preempt(seq, StepDraft())
     said = [*range(6), *[7] * 9]
     again = add(scheduler, make_request(2, said, priority=-1))
     run_step(scheduler)
@@ -754,9 +754,9 @@ def test_an_answer_in_progress_is_found_some_blocks_later() -> None:
     while seq.num_computed < PUBLISHED_BLOCKS * 4 - 1:
         run_step(scheduler)
     asked = [1, 2, *[7] * PUBLISHED_BLOCKS * 4]
-    assert not scheduler.blocks.match_prefix(make_request(2, asked).sequences[0])
+    assert not scheduler.blocks.prefixes.match(make_request(2, asked).sequences[0])
     run_step(scheduler)
-    found = scheduler.blocks.match_prefix(make_request(3, asked).sequences[0])
+    found = scheduler.blocks.prefixes.match(make_request(3, asked).sequences[0])
     assert found == PUBLISHED_BLOCKS
 
 

@@ -386,7 +386,7 @@ def test_text_around_calls(name: str, text: str, calls: list[tuple[str, dict[str
 
 @pytest.mark.parametrize(("name", "text", "calls"), SAMPLES)
 def test_truncated_anywhere(name: str, text: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
-    """What was said of a call is the beginning of what would have been said."""
+    """The part of a call that was said is the beginning of what would have been said."""
     found = model_format(name)
     whole = read(lambda: found.parser(TOOLS), [text]).calls
     for end in range(len(text)):

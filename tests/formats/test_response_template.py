@@ -1,4 +1,4 @@
-"""What tokenizers declare of their format, in transformers' words."""
+"""Formats that tokenizers declare, in transformers' words."""
 
 from __future__ import annotations
 

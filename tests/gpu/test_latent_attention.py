@@ -144,5 +144,7 @@ def test_slopes_of_decodes(num_sms: int, window: int | None) -> None:
         q, cache.layers[0], tables, positions, out, scale=layer.scale, window=window,
         num_sms=num_sms, slopes=slopes,
     )  # fmt: skip
-    expected = TorchAttention(cache)._attend_decodes(layer, q, DecodeRows((tables,), positions))
+    expected = torch.empty_like(q)
+    rows = DecodeRows((tables,), positions)
+    TorchAttention(cache).attend_decodes(rows)(layer, q, expected)
     assert ((out - expected).float().norm() / expected.float().norm()).item() < TOLERANCE

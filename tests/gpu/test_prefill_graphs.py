@@ -70,7 +70,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> set[tuple[bool, StepKind]]:
-    """Of the steps that are replayed: whether by a full graph, and their kinds."""
+    """The steps that are replayed: whether by a full graph, and their kinds."""
     replayed: set[tuple[bool, StepKind]] = set()
     replay = MixedGraphs.replay
 

@@ -1,4 +1,4 @@
-"""What one GPU can say of ranks: shards by the kernels of a GPU, and NCCL calls in a graph."""
+"""All that one GPU can say of ranks: shards by the kernels of a GPU, and NCCL calls in a graph."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOLERANCE = 0.05  # of the largest logit, in bfloat16
 
 
 def logits_of(folder: Path, mesh: Mesh) -> list[torch.Tensor]:
-    """Of a forward pass whose attention gives zeros: all of the layers' kernels but that."""
+    """Hidden states by an attention that gives zeros: all of the layers' kernels but that."""
     config, ops = ModelConfig.from_folder(folder), select_ops(CUDA, torch.bfloat16, set())
     model = build_model(config, torch.bfloat16, CUDA, ops, 64, mesh=mesh)
     load_weights(model, folder, "auto", seed=0, progress=False)

@@ -1,4 +1,4 @@
-"""What is between products of many rows against float64; its variants, and chains of launches."""
+"""Kernels between products of many rows against float64; its variants, and chains of launches."""
 
 from __future__ import annotations
 

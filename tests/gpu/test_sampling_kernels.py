@@ -229,7 +229,7 @@ PENALTIES: list[dict[str, float]] = [
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 @pytest.mark.parametrize("is_masked", [False, True])
 def test_penalties(dtype: torch.dtype, is_masked: bool) -> None:
-    """Of what was said, and of what is in the prompt; the counts stay as they are."""
+    """Penalties of what was said, and of what is in the prompt; the counts stay as they are."""
     vocab = 4097 if ON_GPU else 333
     cases = [
         SamplingParams(temperature=temperature, **filters, **penalties)

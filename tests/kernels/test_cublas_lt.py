@@ -1,4 +1,4 @@
-"""What of cuBLASLt's objects is made, given back, and asked for, with a library of the test."""
+"""Objects of cuBLASLt are made, given back and asked for, with a library of the test."""
 
 from __future__ import annotations
 

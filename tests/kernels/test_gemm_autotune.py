@@ -72,7 +72,7 @@ def products(library: Library, *seconds: float) -> AutotunedGemm:
 def ran(
     products: AutotunedGemm, library: Library, x: torch.Tensor, weight: torch.Tensor
 ) -> list[bytes]:
-    """What it is run by now; the result is checked."""
+    """The algorithm that runs it by now; the result is checked."""
     library.ran.clear()
     assert torch.equal(products.linear(x, weight), F.linear(x, weight))
     return list(library.ran)

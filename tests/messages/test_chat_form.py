@@ -1,4 +1,4 @@
-"""What becomes of blocks, tools and thinking in the chat request."""
+"""Blocks, tools and thinking in the chat request that they become."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ printed. `scripts/model_matrix.py` examines all.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -73,7 +72,7 @@ def test_a_quarter_of_the_classes_is_as_documented(share: int, tmp_path: Path) -
     command = [sys.executable, ROOT / "scripts" / "model_matrix.py", "--json", results]
     subprocess.run([*command, *drawn[share::SHARES]], check=True, timeout=280)
     wrong = {}
-    for name, (verdict, details) in json.loads(results.read_text()).items():
+    for name, (verdict, details) in matrix.Results.read(results).rows.items():
         served, reason = ROWS[name]
         found = matrix.SERVED.get(verdict, "-")
         if found != served or (found == "-" and not reason.startswith(verdict)):

@@ -1,4 +1,4 @@
-"""What is not served exactly, and what is broken, is refused in seconds, by tensor and by field."""
+"""Files that are broken, or not served exactly, are refused in seconds, by tensor and field."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_find_and_rename(chromium: Chromium) -> None:
 
 
 def test_export_and_import(chromium: Chromium) -> None:
-    """What goes out comes in again, as more conversations; other files change nothing."""
+    """All that goes out comes in again, as more conversations; other files change nothing."""
 
     async def test(opened: Tab, server: Upstream) -> None:
         await two_conversations(opened, server)

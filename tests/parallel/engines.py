@@ -32,7 +32,7 @@ def greedy(max_tokens: int = 12, **params: Any) -> SamplingParams:
 
 
 async def answers(model: str | Path, asks: Sequence[Ask], **args: Any) -> list[RequestOutput]:
-    """Of an engine of its own, all asked at once. No process is left behind."""
+    """The answers of an engine of its own, all asked at once. No process is left behind."""
     before = followers()
     async with AsyncLLMEngine(str(model), **SMALL | args) as engine:
         outputs = await asyncio.gather(*(engine.generate(*ask) for ask in asks))

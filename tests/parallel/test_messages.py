@@ -1,4 +1,4 @@
-"""What is said to another rank comes out as it went in, and what is none is refused."""
+"""A message to another rank comes out as it went in, and what is none is refused."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ BY = pytest.mark.parametrize("by_expert", [False, True], ids=["by size", "by num
 @BY
 @pytest.mark.parametrize("name", SERVED)
 def test_quantised_experts(name: str, by_expert: bool, tmp_path: Path) -> None:
-    """Of formats that quantise activations too, whose inputs experts do not: they alone."""
+    """Where a format quantises activations too, experts alone have it: their inputs are not."""
     form = FORMATS[name]
     if form.activations is not None:
         left = {"modules_to_not_convert": ["self_attn"], "ignore": ["lm_head", "self_attn"]}

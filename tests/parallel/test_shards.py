@@ -111,7 +111,7 @@ def test_experts_by_number(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("top_k", [1, 2, 5])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_a_ranks_own_experts_come_once_and_count_as_before(top_k: int, num_ranks: int) -> None:
-    """What fills up a row is none that is there: kernels look an expert up in it."""
+    """An id that fills up a row is none that is there: kernels look an expert up in it."""
     generator = torch.Generator().manual_seed(top_k)
     gates, ids = torch.rand(50, 8, generator=generator).topk(top_k)
     whole, summed = torch.zeros(50, 8).scatter(1, ids, gates), []

@@ -97,7 +97,7 @@ def test_a_class_that_is_transformers_alone(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_adapters(tmp_path: Path) -> None:
-    """Of rows and of columns: `q_proj` and `down_proj`."""
+    """One layer divided by rows, one by columns: `q_proj` and `down_proj`."""
     folders = [write_tiny_adapter(tmp_path / str(seed), seed) for seed in (1, 2)]
     adapters = [None, *(LoRARequest(f.name, lora_path=f) for f in folders)]
     ask = Ask("Once upon a time", greedy(10))

@@ -27,7 +27,7 @@ class Meeting:
 
 @dataclass
 class Program:
-    """What the ranks share: a meeting of each stage and one of all, and what is on its way to each
+    """Shared by ranks: a meeting of each stage and one of all, and what is on its way to each
     rank."""
 
     stages: list[Meeting]
@@ -84,7 +84,7 @@ def on_ranks(
     by_expert: bool = False,
     num_stages: int = 1,
 ) -> list[T]:
-    """What each rank makes of its mesh."""
+    """The result of each rank with its mesh."""
     num_ranks = num_places * num_stages
     stages = [Meeting(threading.Barrier(num_places)) for _ in range(num_stages)]
     everyone = Meeting(threading.Barrier(num_ranks))

@@ -1,4 +1,4 @@
-"""What is kept is bounded, counted exactly, and belongs to who made it."""
+"""All that is kept is bounded, counted exactly, and belongs to who made it."""
 
 from __future__ import annotations
 

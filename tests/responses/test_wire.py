@@ -1,4 +1,4 @@
-"""What is sent is what openapi.json says."""
+"""Answers are what openapi.json says."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Server:
             return parse_events(await response.text())
 
     async def named_events(self, path: str, body: dict[str, Any]) -> list[Any]:
-        """Of a stream whose events have names, which are those in their data."""
+        """The events of a stream that names them, by the names that are in their data."""
         async with self.session.post(self.url + path, json={"stream": True, **body}) as response:
             assert response.status == 200, await response.text()
             assert response.content_type == "text/event-stream"

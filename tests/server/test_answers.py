@@ -1,4 +1,4 @@
-"""What is sent is what openapi.json says, field by field: nothing undocumented, nothing missing."""
+"""Answers are what openapi.json says, field by field: nothing undocumented, nothing missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request costs before the engine has it, counted in function calls and in functions.
+"""The cost of a request before the engine has it, counted in function calls and in functions.
 
 Its code has mostly left the caches since the request before, so each function that is asked costs
 about a microsecond, called once or ten times; both have a ceiling. Ours alone are counted, from the

@@ -1,4 +1,4 @@
-"""What requests leave behind: nothing that the garbage collector would have to find."""
+"""Requests leave nothing behind that the garbage collector would have to find."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the document promises of a field is so: "ignored" changes nothing, "refused" is a 400."""
+"""The document's promises of a field hold: "ignored" changes nothing, "refused" is a 400."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What flags of vLLM's names do to the server, each of them."""
+"""Each flag of vLLM's names does to the server what it says."""
 
 from __future__ import annotations
 

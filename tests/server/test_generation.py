@@ -1,4 +1,4 @@
-"""What ends an answer, on a consumer and an engine of the test."""
+"""Every end of an answer, on a consumer and an engine of the test."""
 
 from __future__ import annotations
 

@@ -326,6 +326,8 @@ def test_missing_field_is_named() -> None:
             check(await server.post(COMPLETIONS, {}), 400, "prompt")
             check(await server.post("/detokenize", {}), 400, "tokens")
             check(await server.post("/tokenize", {}), 400, "prompt")
+            refused = [await server.post(COMPLETIONS, body) for body in ({}, {"prompt": None})]
+            assert {body["error"]["message"] for _, body in refused} == {"`prompt` is required"}
 
     run(test())
 

@@ -1,4 +1,4 @@
-"""What `response_format`, `structured_outputs` and forced tools become, and what is refused.
+"""`response_format`, `structured_outputs` and forced tools: what they become, what is refused.
 
 What reaches the engine is seen in the fake one; tests/clients see that it holds.
 """

@@ -1,4 +1,4 @@
-"""What large requests and answers cost is not the event loop's: by threads and counts."""
+"""The cost of large requests and answers is not the event loop's: by threads and counts."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def test_prompt_logprobs_of_all_choices_are_limited(monkeypatch: pytest.MonkeyPa
 
 
 def test_logprobs_of_all_answers_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the prompts of one call and of the conversations of a batch, too."""
+    """The prompts of one call and the conversations of a batch, too."""
     monkeypatch.setattr(logprobs, "MAX_OUTPUT_LOGPROB_ENTRIES", 24)
     chat = {"logprobs": True, "top_logprobs": 2, "max_completion_tokens": 4}
     asked: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [

@@ -142,7 +142,7 @@ async def slow_client(server: Server, **fields: object) -> socket.socket:
 
 
 def pending_bytes(server: Server) -> int:
-    """Of the one stream in progress, ours and the transport's."""
+    """The buffers of the one stream in progress, ours and the transport's."""
     (generation,) = server.service._live
     stream: SSEStream = generation.consumer._sse  # type: ignore[attr-defined]
     transport = stream._request.transport
@@ -150,7 +150,7 @@ def pending_bytes(server: Server) -> int:
 
 
 def test_slow_reader_is_coalesced_and_served() -> None:
-    """What the sockets do not take waits here, and arrives complete and in order."""
+    """Bytes that the sockets do not take wait here, and arrive complete and in order."""
 
     async def test() -> None:
         async with serving(small_buffers=True) as server:

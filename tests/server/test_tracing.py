@@ -32,7 +32,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
 
 
 def finished(exporter: InMemorySpanExporter) -> Sequence[ReadableSpan]:
-    """Of a server that has ended: its end exports everything."""
+    """The spans of a server that has ended: its end exports everything."""
     return exporter.get_finished_spans()
 
 

@@ -75,7 +75,7 @@ class ForgetfulGraph(RecordedGraph):
 
 
 class ForgetfulPool(GraphPool):
-    """Of recorded graphs: whichever runs, the outputs of all are lost."""
+    """A pool of recorded graphs: whichever runs, the outputs of all are lost."""
 
     def __init__(self, **hooks: Callable[[], object]) -> None:
         self._outputs: list[torch.Tensor] = []

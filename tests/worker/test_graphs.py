@@ -125,7 +125,7 @@ class TokenAttention:
 
         def attend(layer: AttentionLayer) -> None:
             each = DecodeRows((tables,), positions)
-            out.copy_(self._attention._attend_decodes(layer, q, each))
+            self._attention.attend_decodes(each)(layer, q, out)
 
         return attend
 
@@ -445,7 +445,7 @@ def test_captured_decodes_are_told_what_changed(
 def test_a_later_capture_writes_to_no_page_that_was_used(
     kind: str, captured: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the last step read is another's, or nobody's, when the engine is idle."""
+    """The memory that the last step read is another's, or nobody's, when the engine is idle."""
     request.getfixturevalue(kind)
     monkeypatch.setattr(engine_steps, "QUIET_SECONDS", 600.0)  # the capture is ours
     args = ARGS | {"cuda_graph_sizes": [2, 3, 4], "prefill_graph_sizes": [4, 12, 20]}

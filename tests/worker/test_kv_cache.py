@@ -27,7 +27,7 @@ def make_cache(num_pages: int = 80, num_host_pages: int = 80) -> KVCache:
 
 
 def content(cache: KVCache, page: int) -> list[float]:
-    """What one page holds in each layer."""
+    """The content of one page in each layer."""
     return [layer[page].unique().item() for layer in cache.layers]
 
 

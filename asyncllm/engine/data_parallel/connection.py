@@ -52,7 +52,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(frame(self._encoder.encode(unsent)))
 
     def close(self) -> None:
-        """What was sent before still goes. `lost` is not called."""
+        """Close after what was sent before. `lost` is not called."""
         self.flush()
         transport, self._transport = self._transport, None
         if transport is not None:

@@ -111,7 +111,7 @@ async def _close(members: Sequence[Core]) -> None:
 
 
 def _engine_args(args: EngineArgs, rank: int) -> dict[str, Any]:
-    """Of one engine, as plain values. Raises `ValueError` for a class that has no name."""
+    """One engine's arguments as plain values. Raises `ValueError` for a class that has no name."""
     given = {**vars(args), "data_parallel_size": 1}
     given["data_parallel_rank"] = args.data_parallel_rank + rank
     if args.logits_processors:
@@ -132,7 +132,7 @@ def _name_of(processor: str | type) -> str:
 
 
 def _environments(device: str, count: int, ranks: int) -> list[dict[str, str]]:
-    """Of each engine's process: `ranks` GPUs, or a share of the cores. Raises `ValueError`."""
+    """Give each engine's process `ranks` GPUs, or a share of the cores. Raises `ValueError`."""
     if device == "cpu":
         threads = os.environ.get(THREADS, str(max(num_cores() // count, 1)))
         return [{THREADS: threads}] * count

@@ -1,4 +1,4 @@
-"""What the server's process and an engine's process say to each other, as frames of msgpack.
+"""Messages between the server's process and an engine's, as frames of msgpack.
 
 Each message is a record with a tag; what is not of these types is refused while it is decoded, so
 nothing that arrives is ever code. A request's prompt is sent once and never back. Times are
@@ -57,7 +57,7 @@ class Error(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @classmethod
     def of(cls, error: Exception) -> Error:
-        """Of a kind that the other side knows, its own or one above; or its name in the text."""
+        """Choose a kind that the other side knows, its own or a base; else name it in the text."""
         above = [base.__name__ for base in type(error).__mro__]
         kind, text = next((name for name in above if name in ERRORS), ""), str(error)
         if not kind:
@@ -174,7 +174,7 @@ class Output(Message):
 
 
 class Text(Message):
-    """What `text_sink` gets."""
+    """Text for `text_sink`."""
 
     request_id: str
     text: str
@@ -182,7 +182,7 @@ class Text(Message):
 
 
 class Record(Message):
-    """What a `StatLogger` gets; `values`: fields of `IterationStats` but for the next two."""
+    """A step's record for a `StatLogger`; `values`: `IterationStats` but for the next two."""
 
     stats: SchedulerStats
     values: dict[str, Any]

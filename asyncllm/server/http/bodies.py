@@ -44,7 +44,8 @@ _MAX_REMEMBERED_NAMES = 256
 _VALUE_BYTES = b"[{:.eE"  # one of these stands in each such value, and outside strings
 _STRING_OR_VALUE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{:.eE]', re.DOTALL)
 _FIELD_PATH = re.compile(r" - at `\$\.([A-Za-z0-9_]+)")
-_MISSING_FIELD = re.compile(r"required field `([A-Za-z0-9_]+)`")
+# A field that is null is one left out.
+_MISSING_FIELD = re.compile(r"(?:required field `|got `null` - at `\$\.)([A-Za-z0-9_]+)`$")
 
 _decoders: dict[Any, msgspec.json.Decoder] = {}
 _seen_unknown: set[str] = set()
@@ -157,10 +158,10 @@ def _no_collection() -> Iterator[None]:
 
 def _field_error(message: str) -> ApiError:
     """msgspec: "Expected `float`, got `str` - at `$.temperature`"; the root field is `param`."""
-    if found := _FIELD_PATH.search(message):
-        return bad_request(message.replace("`$.", "`"), found.group(1))
     if found := _MISSING_FIELD.search(message):
         return bad_request(f"`{found.group(1)}` is required", found.group(1))
+    if found := _FIELD_PATH.search(message):
+        return bad_request(message.replace("`$.", "`"), found.group(1))
     return bad_request(f"the request body is not what this route takes: {message}")
 
 

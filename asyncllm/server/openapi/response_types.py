@@ -106,15 +106,20 @@ class ChatChoice(Struct):
     prompt_token_ids: list[int] | UnsetType | None = UNSET  # in a batch
 
 
-class ChatCompletion(Struct):
+class Answer(Struct):
+    """The fields that answers and their chunks share."""
+
     id: str
-    object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: str
+
+
+class ChatCompletion(Answer):
+    object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
     service_tier: Literal["default"]
-    system_fingerprint: str
     prompt_text: str | None
     prompt_logprobs: PromptLogprobs
     kv_transfer_params: None
@@ -154,14 +159,10 @@ class ChatChunkChoice(Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletionChunk(Struct):
+class ChatCompletionChunk(Answer):
     """One event. The last of a choice has its finish_reason; the one with usage has no choices."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -188,17 +189,13 @@ class CompletionChoice(Struct):
     token_ids: list[int] | None
 
 
-class Completion(Struct):
+class Completion(Answer):
     """Choice i of prompt p has the index p * n + i."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: Usage
     service_tier: None
-    system_fingerprint: str
     kv_transfer_params: None
 
 
@@ -212,12 +209,8 @@ class CompletionChunkChoice(Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class CompletionChunk(Struct):
-    id: str
+class CompletionChunk(Answer):
     object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChunkChoice]
     usage: Usage | UnsetType = UNSET
 

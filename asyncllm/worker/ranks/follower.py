@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from asyncllm.child_process import parent_socket
+from asyncllm.child_process import given_socket
 from asyncllm.config import EngineConfig
 from asyncllm.errors import LoRALoadError
 from asyncllm.frames import Frames
@@ -118,7 +118,7 @@ class Follower:
                 raise ValueError(f"rank 0 said {message!r:.100}")
 
     def _is_masked(self) -> bool:
-        """Of a step that needs the host, when rank 0 samples it."""
+        """Wait until rank 0 samples a step that needs the host, and say whether by masks."""
         match self._next():
             case (Kind.SAMPLE, bool(is_masked)):
                 self._num_done += 1
@@ -149,4 +149,4 @@ class Follower:
 
 
 if __name__ == "__main__":
-    Follower(parent_socket()).run()
+    Follower(given_socket()).run()

@@ -40,6 +40,7 @@ class JoinedRanks:
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._secret = secret
         self.numbers = numbers
+        self.host = self.address[0]
         self._is_cancelled = is_cancelled
         self._names: dict[int, str] = {}  # of ranks that have joined, or are about to
         self._joined: dict[int, socket.socket] = {}
@@ -67,7 +68,8 @@ class JoinedRanks:
                 connected.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """They are not this host's processes."""
+        """They are not this host's processes; nor does it wait for more."""
+        self._listener.close()
 
     # --- the loop of `start` -----------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What rank 0 and another rank say to each other: frames of msgpack, a length before each.
+"""Messages between rank 0 and another rank: frames of msgpack, a length before each.
 
 Rank 0 says what is to be done, in the order in which it does it itself; the other side does it in
 that order and answers what asks for an answer. Numbers, texts and arrays of int32 travel, nothing
@@ -101,7 +101,7 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_other)
 
 
 def step_content(step: PackedStep) -> Message:
-    """Of a STEP: without what only rank 0 needs, how rows are sampled."""
+    """The content of a STEP, without how rows are sampled, which only rank 0 needs."""
     prefills = step.prefills
     return (
         step.decode_slots,

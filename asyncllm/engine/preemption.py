@@ -1,0 +1,64 @@
+"""A running sequence gives slot and pages back and waits: swapped out, or to be computed again.
+
+Swapped, its pages and state are copied to the host within the next step; else what it recomputes
+may find its published pages. In mode "auto" the measured cost decides (`SwapCost`).
+"""
+
+from __future__ import annotations
+
+from asyncllm.config import PreemptionMode
+from asyncllm.engine.block_manager import BlockManager
+from asyncllm.engine.prefill_planner import StepDraft
+from asyncllm.engine.running_set import RunningSet
+from asyncllm.engine.stats import SchedulerStats
+from asyncllm.engine.waiting_queue import WaitingQueue
+from asyncllm.types import Sequence, SequenceStatus, SwapCost
+
+
+class Preemption:
+    """Works on the scheduler's pages, slots and queue; counts in `stats`."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        running: RunningSet,
+        waiting: WaitingQueue,
+        stats: SchedulerStats,
+        mode: PreemptionMode,
+        swap_cost: SwapCost | None,
+    ) -> None:
+        """`swap_cost`: None swaps whatever can be swapped, in mode "auto"."""
+        self._blocks, self._running, self._waiting = blocks, running, waiting
+        self._stats, self._mode, self._swap_cost = stats, mode, swap_cost
+
+    def preempt(self, seq: Sequence, draft: StepDraft) -> None:
+        """Take slot and pages from a running sequence and put it back into the queue."""
+        draft.preempted = True
+        seq.request.metrics.num_preemptions += 1
+        slot, states = seq.slot, self._blocks.states
+        self._running.remove(seq)
+        self._blocks.publish(seq)  # what is recomputed may find it
+        if self._should_swap(seq):
+            draft.swap_out += self._blocks.swap_out(seq)
+            if states is not None:
+                draft.states.swap_out.append((slot, states.swap_out(seq.seq_id)))
+            seq.status = SequenceStatus.SWAPPED
+            self._stats.num_preemptions_swap += 1
+        else:
+            self._blocks.free(seq)
+            seq.num_computed = 0
+            seq.status = SequenceStatus.WAITING
+            self._stats.num_preemptions_recompute += 1
+        self._waiting.add(seq)
+
+    def _should_swap(self, seq: Sequence) -> bool:
+        """Whether it can be, and is asked for or costs less time, there and back."""
+        if self._mode == "recompute" or not self._blocks.can_swap_out(seq):
+            return False
+        if self._mode == "swap" or self._swap_cost is None:
+            return True
+        cost = self._swap_cost
+        num_pages = self._blocks.num_pages_to_swap(seq)
+        recompute = self._blocks.num_uncached_tokens(seq) * cost.seconds_per_token
+        one_way = num_pages * cost.seconds_per_page + cost.seconds_per_state
+        return 2 * one_way < recompute

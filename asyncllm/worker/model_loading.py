@@ -1,0 +1,80 @@
+"""A worker's model: made with room for its weights and adapters, then loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from asyncllm.attention.cache_spec import CacheLayout
+from asyncllm.attention.registry import resolve_backend
+from asyncllm.config import EngineConfig
+from asyncllm.kernels import persistent_decode
+from asyncllm.kernels.declaration import Launch
+from asyncllm.mesh_config import MeshConfig
+from asyncllm.models.base import CausalLM
+from asyncllm.models.layers.lora import LoRALayers
+from asyncllm.models.layers.ops import Ops
+from asyncllm.models.loader import load_weights
+from asyncllm.models.parallel.mesh import Mesh
+from asyncllm.models.registry import build_model, keeps_latents, settle
+from asyncllm.worker.kernel_prewarm import KernelPrewarm, start_of
+from asyncllm.worker.kernels import select_add_lora
+from asyncllm.worker.memory import forward_without_attention
+
+
+def make_model(
+    config: EngineConfig, ops: Ops, mesh: Mesh, device: torch.device
+) -> tuple[CausalLM, LoRALayers | None]:
+    """The model, its weights still to be loaded, and its adapters' layers, where it serves any."""
+    dtype = getattr(torch, config.dtype)
+    lora = None
+    if config.enable_lora:
+        add = select_add_lora(device)
+        room, whole = (config.max_loras, config.max_lora_rank), config.lora_modules_to_save
+        lora = LoRALayers(*room, dtype, device, add, whole)
+    model_len = config.max_model_len or config.model.context_window
+    backend = resolve_backend(config.attention_backend, device)
+    latents = keeps_latents(config, backend)  # as of the layout
+    model = build_model(config.model, dtype, device, ops, model_len, lora, latents, mesh)
+    if lora is not None:
+        if not lora.layers:
+            raise ValueError("enable_lora: this model's own code takes no adapters")
+        lora.allocate()
+        own = config.mesh.layers(config.model.num_layers)
+        others = {*range(config.model.num_layers)} - {*own}
+        lora.elsewhere = tuple(f"model.layers.{index}." for index in others)
+    return model, lora
+
+
+def load_model(
+    model: CausalLM,
+    config: EngineConfig,
+    prewarm: KernelPrewarm,
+    device: torch.device,
+    progress: bool,
+) -> Callable[[], Launch | None]:
+    """Load its weights. What can be compiled without them is, meanwhile; returns what waits for
+    the persistent kernel's compiler."""
+    # One row, whose GEMMs are other kernels; weights may be missing.
+    if config.mesh.size == 1:  # of several ranks a thread's calls would meet others of the mesh
+        prewarm.begin_last(
+            lambda: model.compute_logits(forward_without_attention(model, 1, device))
+        )
+    definitions = persistent_decode.KERNEL.definitions(start_of(config, model, device))
+    loading = persistent_decode.KERNEL.begin_loading(device, definitions)
+    load_weights(model, config.model.path, config.load_format, config.seed, progress)
+    return loading
+
+
+def check_stages(config: EngineConfig, kv_dtype: torch.dtype) -> None:
+    """Rank 0 plans pages for all stages: they must have the same cache groups. Raises `ValueError`
+    for a model of which they may not."""
+    _, model = settle(replace(config, mesh=MeshConfig()))
+    layout = CacheLayout(model.attention_layers, config.block_size, kv_dtype)
+    if layout.num_groups > 1:
+        raise ValueError(
+            f"pipeline_parallel_size {config.mesh.pp}: {config.model.architecture} has layers of "
+            f"{layout.num_groups} cache groups, and stages must have one"
+        )
