@@ -230,8 +230,8 @@ class is served up to the `max_model_len` of which it chooses all. Made by the s
 BESIDE = """
 ## transformers {version}
 
-Of its {number} classes: {counts}
-{differ}
+Of {number} classes that were examined with it: {counts} {differ}
+
 | class | served by | why not |
 | --- | --- | --- |
 """
@@ -244,9 +244,7 @@ def markdown(results: Results, other: Results | None = None) -> str:
         beside = f" With transformers {other.version}, the oldest that is served: below."
         both = rows.keys() & other.rows.keys()
         changed = sorted(n for n in both if _served(*rows[n]) != _served(*other.rows[n]))
-        new = sorted(rows.keys() - other.rows.keys())
-        differ = f"It does not have {', '.join(new)}.\n" if new else ""
-        differ += "These differ:\n" if changed else "None differs.\n"
+        differ = "These differ:" if changed else "None differs."
         end = BESIDE.format(
             version=other.version, number=len(other.rows), counts=_counts(other), differ=differ
         ) + _table(other, changed)
