@@ -143,7 +143,7 @@ def examine(architecture: str) -> tuple[str, str]:
 
 
 def by_name(architecture: str) -> tuple[str, str]:
-    """Of a class that is refused before its configuration is read."""
+    """Why a class is refused before its configuration is read."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps({"architectures": [architecture]}))
         try:
