@@ -126,7 +126,8 @@ class ModelConfig:
         text = hf  # of several towers the one that writes
         if chosen == "transformers":
             text = hf.get_text_config(decoder=True)
-            _check_decoder(file, hf)
+            if value := getattr(hf, "quantization_config", None):
+                raise ModelLoadError(f"{file}: quantization_config {value!r} is not supported")
         is_recurrent = chosen == "transformers" and _is_recurrent(text)
         num_heads = 1 if is_recurrent else _size(file, text, "num_attention_heads")
         hidden_size = _size(file, text, "hidden_size")
@@ -230,6 +231,8 @@ def _choose_implementation(
         raise ModelLoadError(f"{file}: 'architectures' must be a list of names")
     if asked != "transformers" and architectures[0] in ARCHITECTURES:
         return "asyncllm"
+    if reason := UNSERVED.get(architectures[0]):
+        raise ModelLoadError(f"{file}: architectures {architectures[0]!r} {reason}: not served")
     if asked == "asyncllm" or architectures[0] not in _transformers_classes():
         raise _unsupported(file, architectures[0], "")
     return "transformers"
@@ -249,15 +252,6 @@ def _transformers_classes() -> set[str]:
 def _is_recurrent(text: PretrainedConfig) -> bool:
     """Whether no layer attends, so that nothing counts positions."""
     return _value(text, "num_attention_heads") is None
-
-
-def _check_decoder(file: Path, hf: PretrainedConfig) -> None:
-    """Refuses models that transformers cannot run as decoders, before their code is imported."""
-    architecture = hf.architectures[0]
-    if reason := UNSERVED.get(architecture):
-        raise ModelLoadError(f"{file}: architectures {architecture!r} {reason}: not served")
-    if value := getattr(hf, "quantization_config", None):
-        raise ModelLoadError(f"{file}: quantization_config {value!r} is not supported")
 
 
 def _unsupported(file: Path, architecture: str, reason: str) -> ModelLoadError:

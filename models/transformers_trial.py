@@ -117,7 +117,7 @@ def try_on_meta(model: Any, max_model_len: int) -> Tried:
     layer_types = getattr(text, "layer_types", None) or ()
     num_others = sum(each in NO_MIXER_TYPES for each in layer_types)
     num_modules += len({module for module, _, _ in states.calls})
-    if num_modules < num_layers - num_others:
+    if states.calls and num_modules < num_layers - num_others:
         raise Unservable(f"attends or recurs in {num_modules} of num_hidden_layers {num_layers}")
     if not outputs or getattr(outputs[-1][1], "last_hidden_state", None) is None:
         raise Unservable("does not get its hidden states from its base model")
