@@ -1,4 +1,4 @@
-"""A process of ours beside this one: a socket to it, and no life of its own.
+"""A process of ours beside this one, which has a socket and no life of its own.
 
 It ends with the thread that started it (PR_SET_PDEATHSIG), also where that is killed while the
 process cannot run Python. Signals are its parent's: Ctrl-C reaches all processes of a terminal,
@@ -20,24 +20,21 @@ STDERR = 2
 
 
 def start_child(
-    module: str, environment: Mapping[str, str]
-) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Run a module that begins with `parent_socket`; our end of the pair. Raises `OSError`."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, str(os.getpid()), str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            stdout=STDERR,  # stdout is for the application
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, **environment},
-            start_new_session=True,
-        )
-    return process, ours
+    module: str, environment: Mapping[str, str], theirs: socket.socket
+) -> subprocess.Popen[bytes]:
+    """Run a module that begins with `given_socket`. Raises `OSError`."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, str(os.getpid()), str(theirs.fileno())],
+        stdin=subprocess.DEVNULL,
+        stdout=STDERR,  # stdout is for the application
+        pass_fds=[theirs.fileno()],
+        env={**os.environ, **environment},
+        start_new_session=True,
+    )
 
 
-def parent_socket() -> socket.socket:
-    """The child's end. sys.argv: the parent's process id, the socket's file descriptor."""
+def given_socket() -> socket.socket:
+    """In the child. sys.argv: the parent's process id, the socket's file descriptor."""
     end_with(int(sys.argv[1]))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -78,6 +78,7 @@ class EngineConfig:
     max_loras: int
     max_lora_rank: int
     max_cpu_loras: int
+    lora_modules_to_save: tuple[str, ...]
     logits_processors: tuple[Any, ...]  # subclasses of worker.logits_processors.LogitsProcessor
     generation_defaults: GenerationDefaults
     chat_template: str | None
@@ -164,8 +165,9 @@ class EngineArgs:
     max_lora_rank: int = flag(
         16, "largest rank of an adapter; all take memory for it", least=1, most=512
     )
-    max_cpu_loras: int | None = flag(
-        None, "adapters kept in CPU memory, default: max_loras", least=1
+    max_cpu_loras: int | None = flag(None, "adapters in CPU memory, default: max_loras", least=1)
+    lora_modules_to_save: list[str] | None = flag(
+        None, "as lm_head: adapters may bring its whole weight, all slots take memory for it"
     )
     logits_processors: list[str | type] | None = flag(
         None, "classes of LogitsProcessor as module:Class, for requests that need them"
@@ -185,9 +187,7 @@ class EngineArgs:
         600.0, "longest wait for a first step, then 503; may be inf", above=0
     )
     watchdog_timeout: float = flag(
-        30.0,
-        "seconds without a finished step, amid requests, until /health says so",
-        **DURATION,
+        30.0, "seconds without a finished step, amid requests, until /health says so", **DURATION
     )
     tensor_parallel_size: int = flag(1, "ranks that divide every layer, one process each", least=1)
     pipeline_parallel_size: int = flag(
@@ -203,8 +203,8 @@ class EngineArgs:
         1, "hosts: this one starts its share of the ranks, the others join (asyncllm worker)",
         least=1,
     )  # fmt: skip
-    master_addr: str = flag(
-        "127.0.0.1", "this host's address, at which other ranks find it; nothing else is bound"
+    master_addr: str | None = flag(
+        None, "this host's address, for the other ranks; default: 127.0.0.1, or as Ray has it"
     )
     master_port: int = flag(29501, "where they join", least=0, most=65535)
     join_secret_file: str | None = flag(
@@ -259,6 +259,7 @@ class EngineArgs:
             "max_num_batched_tokens": max_tokens,
             "max_lora_rank": flag_values.kernel_rank(self.max_lora_rank),
             "max_cpu_loras": max(self.max_loras, self.max_cpu_loras or 0),
+            "lora_modules_to_save": tuple(self.lora_modules_to_save or ()),
             "data_parallel_backend": flag_values.resolve_data_parallel_backend(
                 self.data_parallel_backend, self.data_parallel_size, device
             ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import operator
 from collections.abc import Sequence
 from dataclasses import Field, field, fields
@@ -147,6 +147,8 @@ def resolve_cluster(args: Any, mesh: MeshConfig) -> ClusterConfig:
     if (nnodes > 1 or backend == "ray") and args.data_parallel_size > 1:
         raise ValueError("data_parallel_size: engines whose ranks are on other hosts are served "
                          "by a server each")  # fmt: skip
+    if backend == "ray" and importlib.util.find_spec("ray") is None:
+        raise ValueError("distributed_executor_backend ray: pip install 'asyncllm[ray]'")
     if args.master_addr in ANY_ADDRESS:
         raise ValueError(
             f"master_addr {args.master_addr!r} is no address by which other ranks reach this host"

@@ -26,7 +26,7 @@ class ClusterConfig:
 
     backend: DistributedBackend = "mp"
     nnodes: int = 1
-    address: str = "127.0.0.1"  # of rank 0's host, for ranks of any host
+    address: str | None = None  # of rank 0's host, for the others; None: loopback, or as Ray has it
     port: int = 0
     secret_file: str | None = None
 

@@ -29,6 +29,8 @@ BUILTIN_MODELS = {
 }
 
 ARCHITECTURES = (
+    "Cohere2ForCausalLM",
+    "CohereForCausalLM",
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
     "Gemma2ForCausalLM",
@@ -56,12 +58,17 @@ UNSERVED = {
     "DogeForCausalLM": "adds to scores what it makes of values, and drops the least",
     "Gemma4AssistantForCausalLM": "attends to keys and values of another model",
     "Gemma4UnifiedAssistantForCausalLM": "attends to keys and values of another model",
+    "Inkling2ForCausalLM": "adds to scores what it makes of distances and queries",
+    "InklingForCausalLM": "adds to scores what it makes of distances and queries",
     "MusicgenForCausalLM": "takes ids of several codebooks for each token",
     "MusicgenMelodyForCausalLM": "takes ids of several codebooks for each token",
     "ProphetNetForCausalLM": "attends to streams of tokens to come",
+    "Qwen4ExpForCausalLM": "attends to blocks that an index chooses, and embeds n-grams",
+    "RecurrentGemmaForCausalLM": "has recurrent layers of its own kind",
     "ReformerModelWithLMHead": "attends to buckets of hashes",
     "XLMWithLMHeadModel": "predicts a masked token behind the others, which no later step sees",
     "XLNetLMHeadModel": "predicts a masked token behind the others, which no later step sees",
+    "xLSTMForCausalLM": "has recurrent layers of its own kind",
 }
 ModelImplementation = Literal["auto", "asyncllm", "transformers"]
 Quantization = Literal["fp8", "int8", "int4"]

@@ -64,6 +64,7 @@ class StateMoves(NamedTuple):
     (engine/state_pool.py). In the order of the fields, the last after the forward pass."""
 
     swap_out: tuple[tuple[int, int], ...] = ()  # (slot, host row)
+    save: tuple[tuple[int, int], ...] = ()  # (slot, snapshot)
     restore: tuple[tuple[int, int], ...] = ()  # (snapshot, or zeros; slot)
     swap_in: tuple[tuple[int, int], ...] = ()  # (host row, slot)
     fork: tuple[tuple[int, int], ...] = ()  # (slot, slot)

@@ -46,12 +46,17 @@ def _padded_q(layer: AttentionLayer, heads: RotatedHeads) -> torch.Tensor:
     )
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, centered: bool = False
+) -> torch.Tensor:
     """x / rms(x) * weight over the last dimension, computed in float32, as a new tensor.
 
     A weight of x's dtype multiplies what was rounded, one in float32 what is rounded then.
+    centered: of x less its mean.
     """
     x32 = x.float()
+    if centered:
+        x32 = x32 - x32.mean(-1, keepdim=True)
     normed = x32 * inverse_rms(x32, eps)
     return normed.to(weight.dtype).mul_(weight).to(x.dtype)
 

@@ -26,6 +26,7 @@ from asyncllm.kernels.recurrent.records import Recur, Recurrence, StateLayer
 from asyncllm.step_plan import StateMoves
 
 ALIGNMENT = 128  # bytes, of each layer's state in its row
+MAX_COPIED_BYTES = 128 << 20  # of rows at a time
 
 
 class StateLayout:
@@ -58,6 +59,7 @@ class StateCache:
         """Move into the slots what a step's forward pass finds there."""
         for slot, host_row in moves.swap_out:
             self._host.tensor[host_row].copy_(self._rows[slot], non_blocking=True)
+        self._copy(moves.save)
         self._copy(moves.restore)
         for host_row, slot in moves.swap_in:
             self._rows[slot].copy_(self._host.tensor[host_row], non_blocking=True)
@@ -66,11 +68,14 @@ class StateCache:
         self._copy(moves.fork)
 
     def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """(from, to); no row is both."""
-        if pairs:
-            on_cuda = self._rows.is_cuda
-            places = torch.tensor(pairs, dtype=torch.int64, pin_memory=on_cuda)
-            source, target = places.to(self._rows.device, non_blocking=True).unbind(1)
+        """(from, to); no row is both. Some at a time, as what is copied is in between in memory of
+        its own."""
+        if not pairs:
+            return
+        places = torch.tensor(pairs, dtype=torch.int64, pin_memory=self._rows.is_cuda)
+        places = places.to(self._rows.device, non_blocking=True)
+        for some in places.split(max(1, MAX_COPIED_BYTES // self._rows.shape[1])):
+            source, target = some.unbind(1)
             self._rows[target] = self._rows[source]
 
 

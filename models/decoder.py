@@ -73,7 +73,8 @@ class DecoderSpec:
 
     windows: tokens each layer sees, None for all. rotaries: of each layer; empty: one for all, as
     the configuration has it. feed_forward: (layer, name) -> what it has in place of an `MLP`.
-    norm_offset: as of `RMSNorm`. residual_scale: of what each sublayer adds.
+    norm_offset, norm_centered: as of `RMSNorm`. is_parallel: both sublayers take the layer's first
+    norm. residual_scale: of what each sublayer adds.
     """
 
     windows: tuple[int | None, ...]
@@ -85,6 +86,8 @@ class DecoderSpec:
     feed_forward: Callable[[int, str], FeedForward] | None = None
     norms: NormNames = PRE_NORMS
     norm_offset: float | None = None
+    norm_centered: bool = False
+    is_parallel: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
@@ -94,12 +97,24 @@ class DecoderSpec:
     def is_plain(self) -> bool:
         """Only windows, biases and norms of heads differ from Llama: what `persistent_decode`
         takes for granted."""
-        if not isinstance(self.attention, AttentionSpec) or self.attention.qk_norm == "all":
+        if not isinstance(self.attention, AttentionSpec):
+            return False
+        if self.attention.qk_norm not in (None, "head"):
             return False
         attention = replace(self.attention, qkv_bias=False, output_bias=False, qk_norm=None)
         mlp = replace(self.mlp, bias=False)
         rest = replace(self, windows=(), attention=attention, mlp=mlp)
         return rest == DecoderSpec(windows=())
+
+    def norm(self, name: str, config: ModelConfig, build: Build) -> RMSNorm:
+        """Make a norm of the residual, or of what is added to it."""
+        eps, centered = self.norm_eps(config), self.norm_centered
+        return RMSNorm(name, config.hf_config.hidden_size, eps, build, self.norm_offset, centered)
+
+    def norm_eps(self, config: ModelConfig) -> float:
+        hf = config.hf_config
+        eps: float = hf.layer_norm_eps if self.norm_centered else hf.rms_norm_eps
+        return eps
 
 
 class DecoderLayer:
@@ -110,15 +125,13 @@ class DecoderLayer:
     ) -> None:
         hf = config.hf_config
         name = f"model.layers.{index}"
-        eps = hf.rms_norm_eps
         layer = replace(attention_layer(index, config, spec, build), index=place)
-        make = spec.attention.make
-        self.attention = make(f"{name}.self_attn", layer, hf.hidden_size, eps, build)
+        self.attention = spec.attention.make(
+            f"{name}.self_attn", layer, hf.hidden_size, spec.norm_eps(config), build
+        )
 
         def norm(part: str | None) -> RMSNorm | None:
-            if part is None:
-                return None
-            return RMSNorm(f"{name}.{part}", hf.hidden_size, eps, build, spec.norm_offset)
+            return None if part is None else spec.norm(f"{name}.{part}", config, build)
 
         names = spec.norms
         self.before_attention = norm(names.before_attention)
@@ -130,7 +143,7 @@ class DecoderLayer:
         else:
             size = hf.intermediate_size
             self.feed_forward = MLP(f"{name}.mlp", hf.hidden_size, size, spec.mlp, build)
-        self._scale = spec.residual_scale
+        self._scale, self._is_parallel = spec.residual_scale, spec.is_parallel
 
     def __call__(
         self,
@@ -144,10 +157,10 @@ class DecoderLayer:
         Returns the next layer's first norm."""
         middle, after = _constants(self.before_feed_forward), _constants(self.after_attention)
         end = AddRMSNorm(residual, middle, after, self._scale)
-        x = self.attention.add(x, rotation, mixer, end)
+        attended = self.attention.add(x, rotation, mixer, end)
         after = _constants(self.after_feed_forward)
         end = AddRMSNorm(residual, _constants(next_norm), after, self._scale)
-        return self.feed_forward.add(x, end)
+        return self.feed_forward.add(x if self._is_parallel else attended, end)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -191,7 +204,7 @@ class DenseDecoder:
         self.layers = [
             DecoderLayer(index, place, config, spec, build) for place, index in enumerate(own)
         ]
-        self.norm = RMSNorm("model.norm", hf.hidden_size, hf.rms_norm_eps, ends, spec.norm_offset)
+        self.norm = spec.norm("model.norm", config, ends)
         self.lm_head = LMHead(
             "lm_head",
             self.embed_tokens,

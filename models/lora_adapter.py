@@ -5,7 +5,9 @@
     ....lora_B.bias [out]                                with lora_bias
     ....bias, ....base_layer.bias [out]                  the base's, trained on (bias, not none)
     ....lora_embedding_A [r, vocab], ....lora_embedding_B [size, r]
-    ....base_layer.weight                                the base's, not trained on, of embeddings
+    ....lora_magnitude_vector [out]                      with DoRA
+    ....weight [out, in] or [vocab, size]                the module's own, by modules_to_save
+    ....base_layer.weight                                the base's, of embeddings
     <experts>[.base_layer].lora_A.weight [experts * r, in], .lora_B.weight [out, r * experts]
 
 `read_adapter` checks an adapter against the base model's layers and lays it out as a slot of
@@ -19,26 +21,26 @@ import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from asyncllm.errors import LoRALoadError
 from asyncllm.models.layers.experts_method import ExpertsShape
-from asyncllm.models.layers.lora import LoRALayers, Place
+from asyncllm.models.layers.lora import ALL, LoRALayers, Place, WeightPart
 from asyncllm.models.layers.lora_experts import LoRAExperts
 from asyncllm.models.lora_config import PeftConfig, read_config
+from asyncllm.models.lora_tensors import PIECE_ROWS, AdapterTensors
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLED_FILE = "adapter_model.bin"
 NAME = re.compile(
     r"base_model\.model\.(.+?)\.(lora_[AB]\.weight|lora_B\.bias|lora_embedding_[AB]"
-    r"|(?:base_layer\.)?bias|base_layer\.weight)"
+    r"|lora_magnitude_vector|(?:base_layer\.)?(?:bias|weight))"
 )
 PAIRS = ("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")
 READ_BYTES = 1 << 20
-COMPARED_ROWS = 4096  # of a weight that is repeated, at a time: the device has other things to do
+WHOLE = ("weight", "base_layer.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ def read_adapter(folder: Path, layers: LoRALayers, slot: torch.Tensor) -> Adapte
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:
             slot.zero_()
-            reader = _Reader(file, opened, config, layers, layers.places(slot))
+            reader = _Reader(AdapterTensors(file, opened), config, layers, layers.places(slot))
             rank = reader.fill()
     except (SafetensorError, OSError) as error:
         raise LoRALoadError(f"{file}: {error}") from error
@@ -75,13 +77,12 @@ def read_adapter(folder: Path, layers: LoRALayers, slot: torch.Tensor) -> Adapte
 class _Reader:
     def __init__(
         self,
-        file: Path,
-        opened: Any,
+        tensors: AdapterTensors,
         config: PeftConfig,
         layers: LoRALayers,
         places: dict[str, Place],
     ) -> None:
-        self._file, self._opened, self._config, self._places = file, opened, config, places
+        self._tensors, self._config, self._places = tensors, config, places
         self._max_rank, self._elsewhere = layers.max_rank, layers.elsewhere
         self._experts = {
             name: layer.shape
@@ -90,20 +91,20 @@ class _Reader:
             for name in layer.names
         }
         self.modules: dict[str, dict[str, str]] = {}  # module -> kind of a tensor -> its name
-        for name in opened.keys():  # noqa: SIM118 (it is no dict)
+        for name in tensors:
             found = NAME.fullmatch(name)
             if found is None:
-                raise self._error(f"tensor {name} is none that is served (lora_A, lora_B)")
+                raise tensors.error(f"tensor {name} is none that is served (lora_A, lora_B)")
             self.modules.setdefault(found[1], {})[found[2]] = name
 
     def fill(self) -> int:
         """Every tensor to its place. The largest rank."""
         if not self.modules:
-            raise self._error("no tensors")
+            raise self._tensors.error("no tensors")
         return max([self._fill(module, names) for module, names in self.modules.items()])
 
     def _fill(self, module: str, names: dict[str, str]) -> int:
-        """Returns the rank; 0 of a bias alone."""
+        """Returns the rank; 0 of what is not low-rank alone."""
         stack = module.removesuffix(".base_layer")
         if stack in self._experts:
             return self._fill_experts(stack, self._experts[stack], names)
@@ -112,18 +113,22 @@ class _Reader:
         if place is None and module.startswith(self._elsewhere):
             return 0
         if place is None:
-            raise self._error(f"{first}: the model has no linear layer {module}")
-        rank = 0
-        for pair in PAIRS:
-            if any(kind in names for kind in pair):
-                a, b = self._pair(module, names, pair)
-                self._check_rank(names[pair[0]], rank := len(a))
-                self._check(names[pair[0]], a, [rank, place.in_features])
-                self._check(names[pair[1]], b, [place.out_features, rank])
-                self._put(place, a, b * self._config.scale(module, rank))
-        self._fill_bias(module, place, names, rank)
-        if "base_layer.weight" in names:
-            self._compare(names["base_layer.weight"], place)
+            raise self._tensors.error(f"{first}: the model has no linear layer {module}")
+        for kind in WHOLE:
+            if kind in names:
+                self._fill_whole(names[kind], place, module)
+        rank, pair = 0, None
+        for kinds in PAIRS:
+            if any(kind in names for kind in kinds):
+                pair = a, b = self._pair(module, names, kinds)
+                self._check_rank(names[kinds[0]], rank := len(a))
+                self._tensors.check(names[kinds[0]], a.shape, [rank, place.in_features])
+                self._tensors.check(names[kinds[1]], b.shape, [place.out_features, rank])
+                pair = a, b * self._config.scale(module, rank)
+        gain = self._fill_gain(names, place, pair)
+        if pair is not None:
+            self._put(place, *pair, gain)
+        self._fill_bias(module, place, names, rank, gain)
         return rank
 
     def _pair(
@@ -131,68 +136,128 @@ class _Reader:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         for kind in pair:
             if kind not in names:
-                raise self._error(f"{module} has no {kind.removesuffix('.weight')}")
-        return self._tensor(names[pair[0]]), self._tensor(names[pair[1]])
+                raise self._tensors.error(f"{module} has no {kind.removesuffix('.weight')}")
+        return self._tensors.read(names[pair[0]]), self._tensors.read(names[pair[1]])
 
-    def _put(self, place: Place, a: torch.Tensor, b: torch.Tensor) -> None:
+    def _put(
+        self, place: Place, a: torch.Tensor, b: torch.Tensor, gain: torch.Tensor | float = 0.0
+    ) -> None:
         if place.a is not None:
+            b = b if place.rows is None else b[place.rows]
+            factor = gain.unsqueeze(1) if torch.is_tensor(gain) else gain
             place.a[: len(a)] = a[:, place.columns]
-            place.b[:, : len(a)] = b if place.rows is None else b[place.rows]
+            place.b[:, : len(a)] = b * (1 + factor)
 
-    def _fill_bias(self, module: str, place: Place, names: dict[str, str], rank: int) -> None:
-        """lora_B's, scaled, and what the base's was changed by."""
+    def _fill_bias(
+        self,
+        module: str,
+        place: Place,
+        names: dict[str, str],
+        rank: int,
+        gain: torch.Tensor | float,
+    ) -> None:
+        """lora_B's, scaled, and what the base's was changed by. The gain is for the product without
+        the base's bias, and a whole weight's product has none."""
         change: torch.Tensor | float = 0.0
+        base = 0.0 if place.base_bias is None else place.base_bias.cpu().float()
         if (name := names.get("lora_B.bias")) is not None:
             given = self._bias(name, place)
             change = given * self._config.scale(module, rank)
         for kind in ("bias", "base_layer.bias"):
             if (name := names.get(kind)) is not None:
                 if place.bias is not None and place.base_bias is None:
-                    raise self._error(f"{name}: the model has no bias of {module}")
-                base = 0.0 if place.base_bias is None else place.base_bias.cpu().float()
+                    raise self._tensors.error(f"{name}: the model has no bias of {module}")
                 change = change + self._bias(name, place) - base
         if place.bias is not None:
-            place.bias.copy_(torch.as_tensor(change))
+            has_whole = place.weight is not None and place.weight.is_there
+            place.bias.copy_(torch.as_tensor(change + (1.0 if has_whole else -gain) * base))
 
     def _bias(self, name: str, place: Place) -> torch.Tensor:
         """The outputs here."""
         if not place.takes_bias:
-            raise self._error(f"{name}: biases of this module are not supported")
-        given = self._tensor(name)
-        self._check(name, given, [place.out_features])
+            raise self._tensors.error(f"{name}: biases of this module are not supported")
+        given = self._tensors.read(name, [place.out_features])
         return given if place.rows is None else given[place.rows]
 
-    def _compare(self, name: str, place: Place) -> None:
-        """Require that an embedding that peft saved is the base's: full tensors have no slot."""
-        base, given = place.base_weight, self._opened.get_slice(name)
-        vocabulary = max(place.in_features, place.out_features)
-        own = range(vocabulary)[place.base_rows]
-        same = base is not None and given.get_shape() == [vocabulary, base.shape[1]]
-        for start in own[::COMPARED_ROWS] if same else ():
-            assert base is not None
-            end = min(start + COMPARED_ROWS, own.stop)
-            rows = base[start - own.start : end - own.start].cpu()
-            same = same and torch.equal(rows, given[start:end].to(rows.dtype))
-        if not same:
-            raise self._error(f"{name} is not the model's own; trained weights are not supported")
+    # --- whole weights ------------------------------------------------------------------------
+
+    def _fill_whole(self, name: str, place: Place, module: str) -> None:
+        """To its room; where there is none, it must be the base's, as of embeddings peft saves
+        what was not trained."""
+        part = place.weight
+        if part is None:
+            raise self._tensors.error(f"{name}: whole weights of this module are not supported")
+        if part.whole is None:
+            if not self._is_base(name, part):
+                least = module.rpartition(".")[2]
+                raise self._tensors.error(
+                    f"{name} is not the model's own, and the slots have no room for it: start with "
+                    f"--lora-modules-to-save {least}"
+                )
+            return
+        for rows, piece in self._tensors.pieces(name, part):
+            part.whole[rows] = piece.to(part.whole.dtype)
+        assert part.is_whole is not None
+        part.is_whole.fill_(1)
+
+    def _is_base(self, name: str, part: WeightPart) -> bool:
+        base = part.base
+        return base is not None and all(
+            torch.equal(base[rows].cpu(), piece.to(base.dtype))
+            for rows, piece in self._tensors.pieces(name, part)
+        )
+
+    def _fill_gain(
+        self,
+        names: dict[str, str],
+        place: Place,
+        pair: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor | float:
+        """DoRA's magnitudes by the lengths of the rows of base and product, less 1."""
+        name = names.get("lora_magnitude_vector")
+        if name is None:
+            if self._config.use_dora and pair is not None:
+                raise self._tensors.error(f"{next(iter(names.values()))}: no lora_magnitude_vector")
+            return 0.0
+        part = place.weight
+        if place.gain is None or part is None or part.base is None or part.columns != ALL:
+            raise self._tensors.error(
+                f"{name}: DoRA of embeddings, experts, quantised layers and of layers whose inputs "
+                "are shared by ranks is not supported"
+            )
+        if pair is None or part.is_there:
+            raise self._tensors.error(f"{name}: DoRA without lora_A and lora_B")
+        magnitudes = self._tensors.read(name, [place.out_features])
+        (a, b), base = pair, part.base
+        if place.rows is not None:
+            b, magnitudes = b[place.rows], magnitudes[place.rows]
+        lengths = [
+            (base[start : start + PIECE_ROWS].cpu().float() + its @ a).norm(dim=1)
+            for start, its in zip(range(0, len(b), PIECE_ROWS), b.split(PIECE_ROWS), strict=True)
+        ]
+        gain = magnitudes / torch.cat(lengths) - 1
+        if not gain.isfinite().all():
+            raise self._tensors.error(f"{name}: rows of the weight are zeros")
+        place.gain.copy_(gain)
+        return gain
 
     # --- experts -----------------------------------------------------------------------------
 
     def _fill_experts(self, stack: str, shape: ExpertsShape, names: dict[str, str]) -> int:
         """Fill in all experts from one pair of tensors. Gates and ups have one A."""
         if extra := names.keys() - PAIRS[0]:
-            raise self._error(f"{names[extra.pop()]} is not supported")
+            raise self._tensors.error(f"{names[extra.pop()]} is not supported")
         module = f"{stack} of all experts"
         a, b = self._pair(module, names, PAIRS[0])
         a_name, b_name = (names[kind] for kind in PAIRS[0])
         num, size, hidden = shape.num_experts, shape.size, shape.hidden_size
         if a.dim() != 2 or b.dim() != 2 or len(a) % num or not len(a):
-            raise self._error(f"{a_name} has shape {list(a.shape)}, for {num} experts")
+            raise self._tensors.error(f"{a_name} has shape {list(a.shape)}, for {num} experts")
         rank = len(a) // num
         is_down = len(b) == hidden and a.shape[1] == size
         self._check_rank(a_name, rank)
-        self._check(a_name, a, [num * rank, size if is_down else hidden])
-        self._check(b_name, b, [hidden if is_down else 2 * size, num * rank])
+        self._tensors.check(a_name, a.shape, [num * rank, size if is_down else hidden])
+        self._tensors.check(b_name, b.shape, [hidden if is_down else 2 * size, num * rank])
         parameter = "down_proj" if is_down else "gate_up_proj"
         scale = self._config.scale(f"{stack}.{parameter}", rank)
         a_each = a.unflatten(0, (num, rank))
@@ -214,28 +279,9 @@ class _Reader:
         other = module.replace(".mlp.", ".block_sparse_moe.")
         return other if module not in self._places and other in self._places else module
 
-    # --- tensors -----------------------------------------------------------------------------
-
-    def _tensor(self, name: str) -> torch.Tensor:
-        """In float32."""
-        dtype = self._opened.get_slice(name).get_dtype()
-        if dtype not in ("F32", "F16", "BF16"):
-            raise self._error(f"{name} has dtype {dtype}")
-        tensor: torch.Tensor = self._opened.get_tensor(name)
-        if not tensor.isfinite().all():
-            raise self._error(f"{name} holds NaN or infinity")
-        return tensor.float()
-
-    def _check(self, name: str, tensor: torch.Tensor, wanted: list[int]) -> None:
-        if list(tensor.shape) != wanted:
-            raise self._error(f"{name} has shape {list(tensor.shape)}, the model needs {wanted}")
-
     def _check_rank(self, name: str, rank: int) -> None:
         if not 0 < rank <= self._max_rank:
-            raise self._error(f"{name}: rank {rank} is over max_lora_rank {self._max_rank}")
-
-    def _error(self, what: str) -> LoRALoadError:
-        return LoRALoadError(f"{self._file}: {what}")
+            raise self._tensors.error(f"{name}: rank {rank} is over max_lora_rank {self._max_rank}")
 
 
 def _hash(config: bytes, file: Path) -> bytes:

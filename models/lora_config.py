@@ -33,7 +33,6 @@ class PeftConfig(msgspec.Struct):
     alpha_pattern: dict[str, float] = {}
     bias: str = "none"
     use_dora: bool = False
-    modules_to_save: list[str] | None = None
     trainable_token_indices: Any = None
     alora_invocation_tokens: Any = None
     use_qalora: bool = False
@@ -53,13 +52,10 @@ class PeftConfig(msgspec.Struct):
         return float(alpha / math.sqrt(rank) if self.use_rslora else alpha / rank)
 
 
-# Settings under which the tensors mean more than low-rank products and biases, and what is served.
-# DoRA multiplies a layer's whole output by a number for each feature, which is no low-rank product.
+# Settings under which the tensors mean more than what their names say, and what is served.
 SERVED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", "all", "lora_only"),
-    "use_dora": (False,),
-    "modules_to_save": (None, []),
     "trainable_token_indices": (None, [], {}),
     "alora_invocation_tokens": (None, []),
     "use_qalora": (False,),

@@ -14,6 +14,7 @@ from asyncllm.errors import ModelLoadError, UnsupportedModelError
 from asyncllm.mesh_config import MeshConfig
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import CausalLM
+from asyncllm.models.cohere import build_cohere
 from asyncllm.models.deepseek import build_deepseek_v2, build_deepseek_v3
 from asyncllm.models.gemma import build_gemma
 from asyncllm.models.glm4 import build_glm4, build_glm4_moe
@@ -39,6 +40,8 @@ from asyncllm.models.qwen3_moe import build_qwen3_moe
 logger = logging.getLogger("asyncllm")
 
 ARCHITECTURES: dict[str, Callable[[ModelConfig, Build], CausalLM]] = {
+    "Cohere2ForCausalLM": build_cohere,
+    "CohereForCausalLM": build_cohere,
     "DeepseekV2ForCausalLM": build_deepseek_v2,
     "DeepseekV3ForCausalLM": build_deepseek_v3,
     "Gemma2ForCausalLM": build_gemma,
@@ -150,9 +153,8 @@ def model_without_memory(
     max_model_len: int,
     keeps_latents: bool = False,
     mesh: Mesh = ALONE,
+    ops: Ops | None = None,
 ) -> CausalLM:
     """For what is to be known before there are weights. Raises as `build_model`."""
-    meta = torch.device("meta")
-    return build_model(
-        model_config, dtype, meta, TorchOps(), max_model_len, None, keeps_latents, mesh
-    )
+    meta, ops = torch.device("meta"), ops or TorchOps()
+    return build_model(model_config, dtype, meta, ops, max_model_len, None, keeps_latents, mesh)

@@ -8,6 +8,7 @@ has none once per kind.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -52,6 +53,8 @@ class Fusion:
         """device: for the proofs."""
         self._model, self._dtype, self._device = model, dtype, device
         self._proved: dict[Hashable, bool] = {}
+        uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+        self._tied = {each for each, count in uses.items() if count > 1}
         self.norms = [(module, offset) for module in model.modules()
                       if (offset := self._norm_offset(module)) is not None]  # fmt: skip
         self.attentions: list[AttentionPlan] = []
@@ -139,8 +142,9 @@ class Fusion:
             found = [module._modules.get(name) for name in each]
             if all(type(child) is nn.Linear for child in found):
                 kinds = {(c.in_features, c.bias is None, c.weight.dtype) for c in found if c}
-                shared = len({id(c.weight) for c in found if c}) == len(found)
-                if len(kinds) == 1 and shared and found[0].weight.dtype == self._dtype:
+                # Those of several modules, or of one twice, are found by their first name alone.
+                is_tied = not self._tied.isdisjoint(id(c.weight) for c in found if c)
+                if len(kinds) == 1 and not is_tied and found[0].weight.dtype == self._dtype:
                     return found
         return None
 

@@ -30,7 +30,11 @@ def check_index(text: Any, max_model_len: int) -> None:
     """Raises `Unservable` where the index of a layer would leave something out."""
     for layer_type in set(getattr(text, "layer_types", None) or ()) & SEEN.keys():
         count, key = SEEN[layer_type]
-        if (num_seen := count(text)) < max_model_len:
+        try:
+            num_seen = count(text)
+        except AttributeError:  # an index of another kind
+            raise Unservable(f"has layer_types {layer_type!r} without {key}") from None
+        if num_seen < max_model_len:
             raise Unservable(
                 f"has layer_types {layer_type!r}, which see {key} {num_seen} tokens, fewer than "
                 f"max_model_len {max_model_len}"

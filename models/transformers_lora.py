@@ -18,7 +18,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from asyncllm.models.layers.linear_method import WHOLE, LinearShape, Shard
-from asyncllm.models.layers.lora import LoRAEmbedding, LoRALayer, LoRALayers
+from asyncllm.models.layers.lora import LoRALayer, LoRALayers
+from asyncllm.models.layers.lora_embedding import LoRAEmbedding
 from asyncllm.models.transformers_modules import FUSED
 from asyncllm.models.transformers_shards import ON_RANK, Shards
 
@@ -49,7 +50,7 @@ def adapt(modules: Mapping[str, nn.Module], lora: LoRALayers, shards: Shards) ->
     for name, module in modules.items():
         if isinstance(module, nn.Embedding):
             weight = module.weight
-            tokens = slice(len(weight))
+            tokens = slice(0, len(weight))
             embedding = LoRAEmbedding(lora, name, len(weight), weight, tokens, scale=1.0)
             module.register_forward_hook(_adding_vectors(lora.register(embedding)))
             continue
@@ -62,6 +63,10 @@ def adapt(modules: Mapping[str, nn.Module], lora: LoRALayers, shards: Shards) ->
 
 def _layer(name: str, module: Any, lora: LoRALayers, shards: Shards) -> LoRALayer:
     is_conv, shard = isinstance(module, Conv1D), WHOLE
+    if is_conv and lora.has_whole(name):
+        raise ValueError(
+            f"lora_modules_to_save: {name} lies transposed, no adapter may bring it whole"
+        )
     sizes = (module.nx, module.nf) if is_conv else (module.in_features, module.out_features)
     own, has_bias = shards.parameters.get(f"{name}.weight"), module.bias is not None
     if own is not None:
@@ -91,6 +96,7 @@ def _adding(layer: LoRALayer) -> Any:
 
 def _adding_vectors(embedding: LoRAEmbedding) -> Any:
     def add(_: nn.Module, given: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
-        return embedding.add(out.flatten(0, 1), given[0].flatten()).view(out.shape)
+        ids = given[0].flatten()
+        return embedding.add(embedding.replace(out.flatten(0, 1), ids), ids).view(out.shape)
 
     return add

@@ -1,11 +1,13 @@
 """Serve a tiny random checkpoint of each causal LM of transformers, and compare with `generate`.
 
-    scripts/model_matrix.py [CLASS ...] [--json FILE] [--markdown docs/model_matrix.md]
+    scripts/model_matrix.py [CLASS ...] [--json FILE] [--processes N]
+        [--markdown docs/model_matrix.md] [--beside FILE]
 
 Each class gets a configuration of small sizes, random weights, and a folder by transformers. The
 engine serves it in float32 on the CPU, chunked, batched, with prefix hits and preemption: greedy
 tokens and log-probabilities must be transformers' own, of one prompt at a time. Prints a Markdown
 table: native, by backend, refused with its reason, wrong, failed, or without a configuration.
+--markdown writes the results of --json, and of --beside, those of another transformers.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ import multiprocessing
 import random
 import tempfile
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -160,7 +163,25 @@ def _reason(error: ModelLoadError) -> str:
 
 
 def _child(architecture: str, results: Any) -> None:
-    results.put(examine(architecture))
+    try:
+        results.put(examine(architecture))
+    except Exception as error:  # else who waits would wait for the whole time
+        results.put(("failed", f"{type(error).__name__}: {error}"))
+
+
+class Results(NamedTuple):
+    """(verdict, details) by class, of one version of transformers."""
+
+    version: str
+    rows: dict[str, tuple[str, str]]
+
+    @classmethod
+    def read(cls, file: Path) -> Results:
+        content = json.loads(file.read_text())
+        return cls(content["transformers"], {n: (r[0], r[1]) for n, r in content["rows"].items()})
+
+    def write(self, file: Path) -> None:
+        file.write_text(json.dumps({"transformers": self.version, "rows": self.rows}, indent=1))
 
 
 def in_a_process(architecture: str) -> tuple[str, str]:
@@ -188,22 +209,53 @@ which `--model-impl transformers` takes for native classes, too. What is not ser
 the start, with class, field and value. Where an index chooses tokens for sparse attention, the
 class is served up to the `max_model_len` of which it chooses all. Made by the script: do not edit.
 
-{counts}
+{counts}{beside}
 
 | class | served by | why not |
 | --- | --- | --- |
 """
 
 
-def markdown(rows: dict[str, tuple[str, str]]) -> str:
-    """docs/model_matrix.md from classes' (verdict, details)."""
-    counts = Counter(SERVED.get(verdict, verdict) for verdict, _ in rows.values())
+BESIDE = """
+## transformers {version}
+
+Of its {number} classes: {counts}
+{differ}
+| class | served by | why not |
+| --- | --- | --- |
+"""
+
+
+def markdown(results: Results, other: Results | None = None) -> str:
+    """docs/model_matrix.md; of another version of transformers what differs."""
+    rows, beside, end = results.rows, "", ""
+    if other is not None:
+        beside = f" With transformers {other.version}, the oldest that is served: below."
+        both = rows.keys() & other.rows.keys()
+        changed = sorted(n for n in both if _served(*rows[n]) != _served(*other.rows[n]))
+        new = sorted(rows.keys() - other.rows.keys())
+        differ = f"It does not have {', '.join(new)}.\n" if new else ""
+        differ += "These differ:\n" if changed else "None differs.\n"
+        end = BESIDE.format(
+            version=other.version, number=len(other.rows), counts=_counts(other), differ=differ
+        ) + _table(other, changed)
     header = HEADER.format(
-        version=transformers.__version__,
-        tolerance=TOLERANCE,
-        counts=", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()) + ".",
+        version=results.version, tolerance=TOLERANCE, counts=_counts(results), beside=beside
     )
-    return header + "".join(f"| {n} | {_cells(n, *rows[n])} |\n" for n in sorted(rows))
+    return header + _table(results, sorted(rows)) + end
+
+
+def _served(verdict: str, details: str) -> str:
+    return SERVED.get(verdict, "-")
+
+
+def _counts(results: Results) -> str:
+    counts = Counter(SERVED.get(verdict, verdict) for verdict, _ in results.rows.values())
+    return ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()) + "."
+
+
+def _table(results: Results, names: list[str]) -> str:
+    return "".join(f"| {name} | {_cells(name, *results.rows[name])} |\n" for name in names)
 
 
 def _cells(name: str, verdict: str, details: str) -> str:
@@ -221,21 +273,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("classes", nargs="*")
     parser.add_argument("--json", type=Path, help="results: read where it is there, and written")
+    parser.add_argument("--processes", type=int, default=1, help="classes at the same time")
     parser.add_argument("--markdown", type=Path, help="written from all results")
+    parser.add_argument("--beside", type=Path, help="results of another transformers, for that")
     args = parser.parse_args()
-    rows: dict[str, tuple[str, str]] = {}
+    results = Results(transformers.__version__, {})
     if args.json and args.json.exists():
-        rows |= {name: (row[0], row[1]) for name, row in json.loads(args.json.read_text()).items()}
+        results = Results.read(args.json)
     print("| class | verdict | worst difference, or reason |\n| --- | --- | --- |")
-    for name in args.classes or sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())):
-        verdict, details = rows[name] = in_a_process(name)
-        print(f"| {name} | {verdict} | {' '.join(details.split())[:200]} |", flush=True)
-        if args.json:
-            args.json.write_text(json.dumps(rows, indent=1))
+    names = args.classes or sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
+    with ThreadPoolExecutor(args.processes) as pool:
+        for name, row in zip(names, pool.map(in_a_process, names), strict=True):
+            verdict, details = results.rows[name] = row
+            print(f"| {name} | {verdict} | {' '.join(details.split())[:200]} |", flush=True)
+            if args.json:
+                results.write(args.json)
     if args.markdown:
-        args.markdown.write_text(markdown(rows))
-    counts = Counter(verdict for verdict, _ in rows.values())
-    print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
+        other = Results.read(args.beside) if args.beside else None
+        args.markdown.write_text(markdown(results, other))
+    print(_counts(results))
 
 
 if __name__ == "__main__":

@@ -62,6 +62,10 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "chunk_size": 4,
     },
     "MambaForCausalLM": COMMON | {"num_hidden_layers": 3, "state_size": 8},
+    "MiniMaxForCausalLM": ATTENTION | {
+        "layer_types": [LINEAR, FULL, LINEAR], "head_dim": 8, "block_size": 4,
+        "num_local_experts": 4, "num_experts_per_tok": 2,
+    },
     "NemotronHForCausalLM": ATTENTION | {
         "num_hidden_layers": 4, "layer_types": [LINEAR, "moe", FULL, "mlp"], "head_dim": 8,
         "ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2,
@@ -83,5 +87,9 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "ZambaForCausalLM": ATTENTION | {
         "num_key_value_heads": 4, "layers_block_type": [LINEAR, LINEAR, "hybrid", LINEAR, "hybrid"],
         "num_hidden_layers": 5, "mamba_d_state": 8,
+    },
+    "ZayaForCausalLM": ATTENTION | {
+        "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16, "router_hidden_size": 8,
+        "layer_types": ["hybrid", "hybrid_sliding", "hybrid"], "sliding_window": 8,
     },
 }  # fmt: skip

@@ -7,8 +7,13 @@ engine plans one step ahead as `pipeline.run_ahead` does, and conversations come
 system prompts that many share, turns that repeat all that was said before, pauses between them. So
 policies are compared on the same conversations; the figures are a model's.
 
+All requests of a large cluster go through the router, but only `--sample` of its engines, evenly
+spread over the ranks, have schedulers: figures are those of the requests placed there. On another
+engine a request takes as long as one of the last that ended on these, drawn at random: so its load
+and the next message of its conversation come about when they would.
+
     simulate_cluster.py                                  # 8 and 64 GPUs, all policies
-    simulate_cluster.py --gpus 1000 --seconds 20 --policy affinity
+    simulate_cluster.py --gpus 1000 --sample 16 --seconds 15 --policy affinity
 """
 
 from __future__ import annotations
@@ -20,10 +25,13 @@ import json
 import math
 import random
 import time
+from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 from simulate_schedule import FINISH_S, FINISH_TOKEN_S, LAUNCH_S, PLAN_S, percentile
 from simulated_device import DEVICES, Device
 
@@ -43,6 +51,8 @@ MAX_NUM_SEQS = 256
 MAX_BATCHED_TOKENS = 8192
 START_S = PLAN_S + LAUNCH_S["prefill"]  # from an arrival at an idle engine until it computes
 ANSWER_TOKEN = 7
+ENDED_KEPT = 64  # of the last requests, whose times others take: few, as load grows
+FIRST_TIMES = (0.03, 0.008)  # TTFT and TPOT before one has ended, s
 
 
 class Policy(Protocol):
@@ -114,7 +124,7 @@ class Conversation:
     """It draws its own numbers: what it says does not depend on how others fare."""
 
     rng: random.Random
-    tokens: list[int]
+    tokens: array[int]
     turns_left: int
 
 
@@ -154,7 +164,7 @@ class Population:
         rng = random.Random(f"{self._seed} {next(self._numbers)}")
         turns = 1 + int(math.log(1 - rng.random()) / math.log(1 - 1 / self._traffic.mean_turns))
         (system,) = rng.choices(self._systems, cum_weights=self._weights)
-        return Conversation(rng, list(system), turns)
+        return Conversation(rng, system[:], turns)
 
     def say(self, conversation: Conversation) -> int:
         """Add a message; how long its answer will be."""
@@ -162,10 +172,11 @@ class Population:
         return _length(conversation.rng, self._traffic.answer_tokens)
 
 
-def _text(rng: random.Random, median: int) -> list[int]:
+def _text(rng: random.Random, median: int) -> array[int]:
     """Tokens of nobody else: two texts that begin alike are one in a billion."""
     start, length = rng.randrange(1 << 30), _length(rng, median)
-    return [(start + 7919 * i) % (1 << 30) for i in range(length)]
+    tokens = (start + 7919 * np.arange(length)) % (1 << 30)
+    return array("i", tokens.astype(np.int32).tobytes())
 
 
 def _length(rng: random.Random, median: int) -> int:
@@ -193,6 +204,7 @@ class Simulation:
     policy: Policy
     seconds: float
     seed: int
+    num_sampled: int | None = None  # engines that have a scheduler; None: all
     ended: list[Client] = field(default_factory=list)
     num_steps: int = 0
 
@@ -200,8 +212,9 @@ class Simulation:
         self._rng = random.Random(self.seed)  # of arrivals
         self._population = Population(self.traffic, self.num_gpus, self.seed)
         chunks = ChunkPolicy.choose(None, self.device.cost, PREFILL_GRAPH_SIZES)
-        self._engines = [
-            Engine(
+        sampled = self.num_sampled or self.num_gpus
+        self._engines = {
+            i * self.num_gpus // sampled: Engine(
                 Scheduler(
                     BlockManager(self.device.num_pages, BLOCK_SIZE),
                     max_num_seqs=MAX_NUM_SEQS,
@@ -209,8 +222,10 @@ class Simulation:
                     chunk_policy=chunks,
                 )
             )
-            for _ in range(self.num_gpus)
-        ]
+            for i in range(sampled)
+        }
+        self._times = deque([FIRST_TIMES], ENDED_KEPT)  # TTFT and TPOT
+        self._draws = random.Random(f"{self.seed} times")
         self._clients: dict[str, Client] = {}
         self._numbers = itertools.count(1)
         self._order = itertools.count()
@@ -220,8 +235,7 @@ class Simulation:
         """Conversations begin for `seconds`; the requests that have begun by then are ended."""
         rate, at = self.traffic.conversations_per_s * self.num_gpus, 0.0
         while (at := at + self._rng.expovariate(rate)) < self.seconds:
-            conversation = self._population.conversation()
-            self._at(at, lambda now, c=conversation: self._say(c, now))  # type: ignore[misc]
+            self._at(at, lambda now: self._say(self._population.conversation(), now))
         while self._events:
             now, _, event = heapq.heappop(self._events)
             event(now)
@@ -237,12 +251,24 @@ class Simulation:
         conversation.turns_left -= 1
         placement = self.policy.place(conversation.tokens)
         assert placement is not None, "all engines are open"
-        request = _request(next(self._numbers), list(conversation.tokens), answer_tokens)
+        engine = self._engines.get(placement.rank)
+        if engine is None:
+            self._answer_unseen(conversation, placement, answer_tokens, now)
+            return
+        request = _request(next(self._numbers), conversation.tokens.tolist(), answer_tokens)
         self._clients[request.request_id] = Client(conversation, request, now, placement)
-        engine = self._engines[placement.rank]
         engine.scheduler.add(request)
         if engine.plan is None:
             self._launch(engine, now + START_S)
+
+    def _answer_unseen(
+        self, conversation: Conversation, placement: Placement, answer_tokens: int, now: float
+    ) -> None:
+        """On an engine without a scheduler."""
+        ttft, tpot = self._draws.choice(self._times)
+        end = now + ttft + tpot * (answer_tokens - 1)
+        self._at(now + ttft, lambda _: self.policy.begun(placement))
+        self._at(end, lambda then: self._go_on(conversation, placement, answer_tokens, then))
 
     def _launch(self, engine: Engine, now: float) -> None:
         engine.plan = plan = engine.scheduler.plan()
@@ -266,11 +292,17 @@ class Simulation:
                 self._answered(client, told)
 
     def _answered(self, client: Client, now: float) -> None:
-        self.policy.ended(client.placement)
         del self._clients[client.request.request_id]
         self.ended.append(client)
-        conversation = client.conversation
-        conversation.tokens += [ANSWER_TOKEN] * client.request.max_tokens
+        self._times.append((client.ttft, client.tpot))
+        self._go_on(client.conversation, client.placement, client.request.max_tokens, now)
+
+    def _go_on(
+        self, conversation: Conversation, placement: Placement, answer_tokens: int, now: float
+    ) -> None:
+        """A request has ended: its conversation may have another turn."""
+        self.policy.ended(placement)
+        conversation.tokens.extend([ANSWER_TOKEN] * answer_tokens)
         if conversation.turns_left and len(conversation.tokens) < self.traffic.most_tokens:
             pause = conversation.rng.expovariate(1 / self.traffic.pause_s)
             self._at(now + pause, lambda then: self._say(conversation, then))
@@ -309,12 +341,19 @@ COLUMNS = ("GPUs", "policy", "good requests/s per GPU", "share good", "TTFT p50 
 
 
 def simulate(
-    num_gpus: int, policy: str, seconds: float, traffic: Traffic, seed: int = 0, slo: Slo = Slo()
+    num_gpus: int,
+    policy: str,
+    seconds: float,
+    traffic: Traffic,
+    seed: int = 0,
+    num_sampled: int | None = None,
+    slo: Slo = Slo(),
 ) -> dict[str, float]:
     """Figures of the requests that came after the first third, in which caches fill."""
     device = DEVICES["8b-h100"]
     made = policies(num_gpus, device, seed)[policy]()
-    simulation = Simulation(num_gpus, device, traffic, made, seconds, seed)
+    num_sampled = min(num_sampled or num_gpus, num_gpus)
+    simulation = Simulation(num_gpus, device, traffic, made, seconds, seed, num_sampled)
     simulation.run()
     clients = [c for c in simulation.ended if c.arrival >= seconds / 3]
     good = sum(map(slo.is_met, clients))
@@ -323,7 +362,7 @@ def simulate(
     return {
         "requests": len(clients),
         "steps": simulation.num_steps,
-        "goodput": good / (seconds * 2 / 3) / num_gpus,
+        "goodput": good / (seconds * 2 / 3) / num_sampled,
         "good_share": good / len(clients),
         "ttft_p50": percentile(ttfts, 0.5),
         "ttft_p99": percentile(ttfts, 0.99),
@@ -348,6 +387,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=45.0, help="of arrivals")
     parser.add_argument("--policy", nargs="+", metavar="NAME", help="default: all")
     parser.add_argument("--rate", type=float, help="conversations per second and GPU")
+    parser.add_argument("--sample", type=int, help="engines with a scheduler (default: all)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     traffic = Traffic() if args.rate is None else Traffic(conversations_per_s=args.rate)
@@ -356,7 +396,7 @@ def main() -> None:
     for num_gpus in args.gpus:
         for policy in args.policy or policies(1, DEVICES["8b-h100"], 0):
             start = time.perf_counter()
-            result = simulate(num_gpus, policy, args.seconds, traffic, args.seed)
+            result = simulate(num_gpus, policy, args.seconds, traffic, args.seed, args.sample)
             print(row(num_gpus, policy, result), flush=True)
             took = round(time.perf_counter() - start, 1)
             results.append({"gpus": num_gpus, "policy": policy, **result, "took_s": took})

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from copy import deepcopy
+from pathlib import Path
 
 import pytest
 
+from tests.models.tiny_checkpoints import CONFIGS, random_reference
 from tests.waiting import PATIENCE_SECONDS
 
 HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "aiohttp", "triton"}
@@ -65,5 +68,24 @@ def test_a_model_without_memory_imports_no_compiler() -> None:
         "    model = model_without_memory(config.model, dtype, 16)\n"
         "    layout = CacheLayout(model.attention_layers, 16, dtype)\n"
         "    KVCache(layout, 1, torch.device('meta'))"
+    )
+    assert not modules_after(code) & set(STARTING)
+
+
+@pytest.mark.parametrize("family", ["llama-yarn", "qwen2", "qwen3"])
+def test_what_one_row_multiplies_is_known_without_a_compiler(family: str, tmp_path: Path) -> None:
+    """Torch's meta device imports one for an embedding."""
+    config = deepcopy(CONFIGS[family])
+    config.architectures = [random_reference(config).__class__.__name__]
+    config.save_pretrained(tmp_path)
+    code = (
+        "import torch\nfrom asyncllm import EngineArgs\n"
+        "from asyncllm.worker import kernel_prewarm\n"
+        "kernel_prewarm.has_fast_ops = lambda device, dtype: True\n"
+        f"args = EngineArgs({str(tmp_path)!r}, dtype='bfloat16', load_format='dummy',"
+        " skip_tokenizer_init=True)\n"
+        "config = args.create_engine_config()\n"
+        "start = kernel_prewarm.early_start(config, torch.device('cpu'))\n"
+        "assert len(start.row_products) >= 3"
     )
     assert not modules_after(code) & set(STARTING)

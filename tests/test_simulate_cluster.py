@@ -42,20 +42,37 @@ def test_a_small_cluster() -> None:
 
 
 @pytest.mark.usefixtures("scripts")
-def test_nothing_is_lost() -> None:
+@pytest.mark.parametrize("policy", ["least load", "affinity"])
+def test_a_sample_is_like_the_whole(policy: str) -> None:
+    """Requests take as long, and find as much cached; by affinity which engines get how many
+    depends on what their caches hold."""
+    import simulate_cluster as cluster
+
+    traffic = cluster.Traffic(conversations_per_s=2.0, pause_s=1.0, mean_turns=4.0)
+    whole = cluster.simulate(8, policy, 6.0, traffic)
+    sample = cluster.simulate(8, policy, 6.0, traffic, num_sampled=4)
+    if policy == "least load":
+        assert sample["requests"] == pytest.approx(whole["requests"] / 2, rel=0.2)
+    assert sample["tpot_p50"] == pytest.approx(whole["tpot_p50"], rel=0.1)
+    assert sample["cached_share"] == pytest.approx(whole["cached_share"], abs=0.1)
+
+
+@pytest.mark.usefixtures("scripts")
+@pytest.mark.parametrize("num_sampled", [None, 1])
+def test_nothing_is_lost(num_sampled: int | None) -> None:
     import simulate_cluster as cluster
 
     traffic = cluster.Traffic(conversations_per_s=2.0, pause_s=1.0, mean_turns=3.0)
     device = cluster.DEVICES["8b-h100"]
     router = cluster.policies(3, device, 0)["affinity"]()
-    simulation = cluster.Simulation(3, device, traffic, router, 3.0, 0)
+    simulation = cluster.Simulation(3, device, traffic, router, 3.0, 0, num_sampled)
     simulation.run()
     for client in simulation.ended:
         assert client.arrival < client.first <= client.last
-    assert len(simulation.ended) > 10 and not simulation._clients
+    assert len(simulation.ended) > 5 and not simulation._clients
     router.check_integrity()
     assert all(router.load(rank) == 0 for rank in range(3))
-    for engine in simulation._engines:
+    for engine in simulation._engines.values():
         engine.scheduler.check_empty()
 
 

@@ -21,7 +21,7 @@ GROUPS: dict[str, tuple[str, str]] = {
         """),
     "adapters": ("LoRA", """
         enable_lora lora_modules max_loras max_lora_rank max_cpu_loras
-        allow_runtime_lora_updating lora_root
+        lora_modules_to_save allow_runtime_lora_updating lora_root
         """),
     "memory": ("the device's memory and the KV cache", """
         gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override block_size

@@ -243,6 +243,24 @@ class BlockManager:
             table.num_saved = last
         return tuple(saves)
 
+    def save_decoded(self, seqs: SequenceOf[Sequence]) -> list[tuple[int, int]]:
+        """(slot, row) for snapshots of states as they are before the step, of sequences that begin
+        a block of their answers: a chat goes on from there. Each one's last takes the place of the
+        one before it."""
+        saves: list[tuple[int, int]] = []
+        for seq in seqs:
+            table, num_blocks = self._tables[seq.seq_id], seq.num_computed // self.block_size
+            if self.states is None or not table.may_publish:
+                continue
+            hashes = self._hashes.first(seq, num_blocks)
+            row = self.states.save(hashes[num_blocks - 1])
+            if row is not None:
+                saves.append((seq.slot, row))
+                if table.num_decoded:
+                    self.states.expire(hashes[table.num_decoded - 1])
+                table.num_decoded = num_blocks
+        return saves
+
     def free(self, seq: Sequence) -> None:
         """`seq` gives back all it owns."""
         table = self._tables.pop(seq.seq_id, None)

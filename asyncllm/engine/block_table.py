@@ -39,7 +39,8 @@ class BlockTable:
     may_publish: bool = True  # not without a prefix cache, nor what was filled before its reset
     # Where layers are recurrent:
     num_found: int = 0  # blocks that had pages when it was admitted, with states or without
-    num_saved: int = 0  # blocks before its own last snapshot
+    num_saved: int = 0  # blocks before its own last snapshot of the prompt
+    num_decoded: int = 0  # and of the answer
 
     def wanted(
         self, groups: SequenceOf[CacheGroup], hashes: list[bytes], end: int

@@ -35,6 +35,7 @@ class _StateLists(NamedTuple):
     """As `StateMoves`."""
 
     swap_out: list[tuple[int, int]]
+    save: list[tuple[int, int]]
     restore: list[tuple[int, int]]
     swap_in: list[tuple[int, int]]
     fork: list[tuple[int, int]]
@@ -58,7 +59,7 @@ class StepDraft:
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     slot_inits: list[SlotInit] = field(default_factory=list)
     page_appends: list[PageAppend] = field(default_factory=list)
-    states: _StateLists = field(default_factory=lambda: _StateLists([], [], [], []))
+    states: _StateLists = field(default_factory=lambda: _StateLists([], [], [], [], []))
 
     @property
     def empty(self) -> bool:

@@ -34,6 +34,7 @@ from asyncllm.step_plan import PrefillRow, StepPlan
 from asyncllm.types import Request, Sequence, SequenceStatus, StepResult, SwapCost, TokenUpdate
 
 PUBLISHED_BLOCKS = 16  # of an answer at a time, and the rest at its end
+SAVED_BLOCKS = 4  # of an answer, between snapshots of states: a copy costs a decode's traffic
 
 
 class Scheduler:
@@ -159,6 +160,9 @@ class Scheduler:
             draft.page_appends = [a for a in draft.page_appends if a.slot not in slots]
             for seq in rewritten:
                 draft.init_slot(seq, blocks.pages_of(seq))
+        if blocks.states is not None:
+            at_end = running.next_batch().at_block(SAVED_BLOCKS * blocks.block_size, 0)
+            draft.states.save.extend(blocks.save_decoded(at_end))
         draft.decodes = running.take_batch()
         draft.budget -= len(draft.decodes)
 

@@ -1,8 +1,9 @@
 """Rows of the state memory that no slot owns: snapshots of prefixes, and swapped states. No torch.
 
 A slot's own row has the slot's number. Behind them are the snapshots: what recurrent layers keep
-after a block of a prompt, under the hash of that block, in a pool as pages have one (the least
-recently used is overwritten). A snapshot is findable for the steps after the one that writes it.
+after a block of a prompt or of an answer, under the hash of that block, in a pool as pages have one
+(the least recently used is overwritten). A snapshot is findable for the steps after the one that
+writes it.
 Invariant: `check_integrity()`.
 """
 

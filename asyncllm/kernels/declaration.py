@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from asyncllm.model_config import ModelConfig
 # (arguments, blocks, stream) -> cudaError_t
 Launch = Callable[[object, int, int], int]
 Definitions = tuple[str, ...]
+DIVISOR = 16  # of integer arguments: what Triton compiles variants for
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,27 @@ class DenseShape:
 
 
 @dataclass(frozen=True, slots=True)
+class RowProduct:
+    """A GEMV of one row, by what its kernel's variant depends on.
+
+    squares: parts of the factor that comes with the row (`Normed`), 0: none. norm_dtype: of the
+    weight of the norm behind it, where the product is added to a residual; else None.
+    """
+
+    in_features: int
+    out_features: int
+    has_bias: bool
+    gated: bool
+    squares: int
+    norm_dtype: torch.dtype | None
+
+    def with_few_features(self) -> RowProduct:
+        """The same variant: of the outputs Triton asks only whether 16 divides their number."""
+        is_aligned = self.out_features % DIVISOR == 0
+        return replace(self, out_features=DIVISOR) if is_aligned else self
+
+
+@dataclass(frozen=True, slots=True)
 class Start:
     """A start of the engine on a CUDA device, before there are weights."""
 
@@ -56,6 +78,7 @@ class Start:
     captures_prefills: bool
     free_decode_sizes: Sequence[int]  # rows of captured decode steps whose kernels we may choose
     new_state: Callable[[int, int], SlotState]  # of one slot, by its pages and the vocabulary
+    row_products: Sequence[RowProduct] = ()  # that a step of one row makes by the GEMV
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)

@@ -117,7 +117,8 @@ class DecodeRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """The constants of one RMSNorm. weight: [size].
+    """The constants of one RMSNorm. weight: [size]. `centered`: of what is less its mean, which
+    makes it a layer norm without bias.
 
     In the model's dtype the weight multiplies what was rounded to it, as Llama's does; in float32
     before the rounding, as that of Gemma (which holds 1 + weight here) and OLMo.
@@ -125,6 +126,7 @@ class Norm:
 
     weight: torch.Tensor
     eps: float
+    centered: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,13 +204,25 @@ class ExpertWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class WholeWeights:
+    """Matrices of all adapter slots that take the base's place for some features of a product,
+    from `first` on."""
+
+    is_there: torch.Tensor  # [slots, 1]: 1 of slots that have one, else 0
+    weight: torch.Tensor  # [slots, features, in]
+    first: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LoRAWeights:
-    """A linear layer's low-rank matrices, of all adapter slots; see models/layers/lora.py."""
+    """Hold what all adapter slots have of a linear layer; see models/layers/lora.py."""
 
     a: torch.Tensor  # [slots, parts * max_rank, in]
     b: torch.Tensor  # [slots, out, max_rank]
     bias: torch.Tensor  # [slots, out]
+    gain: torch.Tensor  # [slots, out]
     sizes: tuple[int, ...]  # of each part, in output features
+    whole: tuple[WholeWeights, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ CUDA_KERNELS = (
 # Triton compiles a variant at its first launch. `prewarm(start)` of these folders' kernel.py yields
 # launches, on tensors that nobody reads, of the variants that steps will ask for. The others are
 # launched by the padding steps of a start.
-PREWARMED = ("sampling", "slots", "rms_norm", "rope_kv_write", "latent_attention")
+PREWARMED = ("gemv", "sampling", "slots", "rms_norm", "rope_kv_write", "latent_attention")
 
 
 def libraries(start: Start) -> list[nvcc.Library]:

@@ -13,7 +13,8 @@ which it takes the GIL; every thread that comes before the end does so again. So
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -26,11 +27,13 @@ from asyncllm.kernels.declaration import DenseShape, Start
 from asyncllm.kernels.triton_key import hash_compiler
 from asyncllm.models.base import CausalLM
 from asyncllm.models.decoder import DenseDecoder
+from asyncllm.models.layers.one_row_ops import OneRowOps, WithoutLookups
 from asyncllm.models.parallel.mesh import Alone
 from asyncllm.models.quantization.select import is_quantized
 from asyncllm.models.registry import keeps_latents, model_without_memory
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.kernels import SlotKernels, has_fast_ops
+from asyncllm.worker.memory import forward_without_attention
 from asyncllm.worker.packed_step import NO_FEATURE
 from asyncllm.worker.sampler import sample_fully
 from asyncllm.worker.slot_changes import RECORD_WORDS
@@ -44,8 +47,18 @@ def early_start(config: EngineConfig, device: torch.device) -> Start:
     """Before the model is built: by one without memory."""
     dtype, mesh = getattr(torch, config.dtype), Alone(config.mesh)
     latents = keeps_latents(config, _backend(config, device))
-    model = model_without_memory(config.model, dtype, ANY_LENGTH, latents, mesh)
-    return start_of(config, model, device)
+    shape = config.model, dtype, ANY_LENGTH, latents, mesh
+    if not has_fast_ops(device, dtype) or config.model.implementation != "asyncllm":
+        return start_of(config, model_without_memory(*shape), device)
+    ops = OneRowOps()
+    model = model_without_memory(*shape, ops)
+    # Of quantised weights they are other kernels'. What other models do between their products
+    # would import torch's compiler: they are left to the pass of one row (`Worker._load_model`).
+    is_plain = isinstance(model, DenseDecoder) and model.is_plain
+    if is_plain and model.full_read_tokens == 1 and not is_quantized(config.model):
+        with WithoutLookups():
+            model.compute_logits(forward_without_attention(model, 1, torch.device("meta")))
+    return replace(start_of(config, model, device), row_products=ops.products)
 
 
 def start_of(config: EngineConfig, model: CausalLM, device: torch.device) -> Start:
@@ -107,11 +120,27 @@ class KernelPrewarm:
         if self._device.type == "cuda":
             hash_compiler()
 
-    def wait(self) -> None:
-        """Until all are launched, and the threads gone. Raises what the first one raised."""
-        self._threads.shutdown()
+    def begin_last(self, launch: Callable[[], object]) -> None:
+        """As `begin`, once all that was begun before has been launched: what this one launches may
+        be among it, and is not compiled twice."""
+        before = list(self._launches)
+
+        def launch_last() -> None:
+            wait(before)  # no thread but this one's waits: they were begun earlier
+            launch()
+
+        self.begin(launch_last)
+
+    def settle(self) -> None:
+        """Until all are launched that were begun. Raises what the first one raised."""
+        wait(self._launches)
         for launch in self._launches:
             launch.result()
+
+    def wait(self) -> None:
+        """`settle`, and until the threads are gone."""
+        self._threads.shutdown()
+        self.settle()
 
 
 def _run(launch: Callable[[], object], stream: torch.cuda.Stream | None) -> None:

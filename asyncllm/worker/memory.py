@@ -35,6 +35,7 @@ from asyncllm.step_plan import StateMoves
 from asyncllm.types import SwapCost
 
 SNAPSHOT_SHARE = 0.25  # at most, of what the slots' states leave, for snapshots of states
+SNAPSHOTS_PER_SLOT = 2  # at most: of a prompt and of its answer
 CPU_KV_SHARE = 0.1  # of the machine's memory, where no flag says otherwise
 TIMED_TOKENS_CPU = 64
 FULL_SAMPLING_COPIES = 6  # of the logits in float32, at the same time: what `sample_fully` may hold
@@ -101,7 +102,8 @@ def plan_snapshots(config: EngineConfig, states: StateLayout, room: int) -> int:
     if not states.row_bytes or not config.enable_prefix_caching:
         return 0
     left = room - config.num_slots * states.row_bytes
-    return max(0, min(config.max_num_seqs, int(left * SNAPSHOT_SHARE) // states.row_bytes))
+    most = SNAPSHOTS_PER_SLOT * config.max_num_seqs
+    return max(0, min(most, int(left * SNAPSHOT_SHARE) // states.row_bytes))
 
 
 def plan_memory(

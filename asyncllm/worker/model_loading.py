@@ -32,7 +32,8 @@ def make_model(
     lora = None
     if config.enable_lora:
         add = select_add_lora(device)
-        lora = LoRALayers(config.max_loras, config.max_lora_rank, dtype, device, add)
+        room, whole = (config.max_loras, config.max_lora_rank), config.lora_modules_to_save
+        lora = LoRALayers(*room, dtype, device, add, whole)
     model_len = config.max_model_len or config.model.context_window
     backend = resolve_backend(config.attention_backend, device)
     latents = keeps_latents(config, backend)  # as of the layout
@@ -58,7 +59,9 @@ def load_model(
     the persistent kernel's compiler."""
     # One row, whose GEMMs are other kernels; weights may be missing.
     if config.mesh.size == 1:  # of several ranks a thread's calls would meet others of the mesh
-        prewarm.begin(lambda: model.compute_logits(forward_without_attention(model, 1, device)))
+        prewarm.begin_last(
+            lambda: model.compute_logits(forward_without_attention(model, 1, device))
+        )
     definitions = persistent_decode.KERNEL.definitions(start_of(config, model, device))
     loading = persistent_decode.KERNEL.begin_loading(device, definitions)
     load_weights(model, config.model.path, config.load_format, config.seed, progress)

@@ -228,7 +228,9 @@ class Worker:
     # --- the parts, in the order of their making ---------------------------------------------
 
     def _warm_up(self, state: DeviceState, kernels: SlotKernels, early: KernelPrewarm) -> None:
-        """On the current stream, and in the threads of what else is to be compiled."""
+        """On the current stream, and in the threads of what else is to be compiled. What they have
+        begun is awaited: this thread would compile it a second time, and one after the other."""
+        early.settle()
         if isinstance(self._executor, StreamExecutor) and self._config.mesh.size == 1:
             slots = torch.zeros(1, dtype=torch.int32, device=self.device)  # the padding slot
             early.begin(partial(self.runner.decode_step, slots, 1), self._executor.stream)

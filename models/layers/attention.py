@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from asyncllm.attention.base import AttentionLayer, HeadNorm, Mixer, Rotation
+from asyncllm.attention.heads import rms_norm
 from asyncllm.models.base import Load
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.linear import Linear
@@ -21,16 +22,16 @@ from asyncllm.models.layers.rotary import HeadOrder
 class AttentionSpec:
     """The differences between families.
 
-    packed: the checkpoint has q, k and v in one tensor. qk_norm: RMSNorm before the rotation, over
-    each head of q and of k, or over all heads. norm_offset: as of `RMSNorm`. order: of the entries
-    of a head, where the rotation does not pair its halves. sinks: a score of each head in the
-    softmax.
+    packed: the checkpoint has q, k and v in one tensor. qk_norm: of q and k before the rotation:
+    RMSNorm over each head, or over all heads, or a layer norm over each with weights of its "own".
+    norm_offset: as of `RMSNorm`. order: of the entries of a head, where the rotation does not pair
+    its halves. sinks: a score of each head in the softmax.
     """
 
     qkv_bias: bool = False
     output_bias: bool = False
     packed: bool = False
-    qk_norm: Literal["head", "all"] | None = None
+    qk_norm: Literal["head", "all", "own"] | None = None
     norm_offset: float | None = None
     order: HeadOrder | None = None
     sinks: bool = False
@@ -78,10 +79,14 @@ class Attention:
         layer = replace(layer, num_heads=_count(heads[0]), num_kv_heads=_count(heads[1]))
         self._sizes = [n * layer.head_dim for n in (layer.num_heads, layer.num_kv_heads)]
         self._norms: list[Norm] = []  # of q and of k
-        if spec.qk_norm is not None:
+        if spec.qk_norm in ("head", "all"):
             sizes = self._sizes if spec.qk_norm == "all" else [layer.head_dim] * 2
             weights = [norm_weight(size, build, spec.norm_offset) for size in sizes]
             self._norms = [Norm(weight, norm_eps) for weight in weights]
+        if spec.qk_norm == "own":
+            counts = (layer.num_heads, layer.num_kv_heads)
+            weights = [norm_weight((n, layer.head_dim), build, 0.0) for n in counts]
+            self._norms = [Norm(weight, norm_eps, centered=True) for weight in weights]
         if spec.qk_norm == "head":
             q_norm, k_norm = self._norms
             layer = replace(layer, head_norm=HeadNorm(q_norm.weight, k_norm.weight, norm_eps))
@@ -94,6 +99,8 @@ class Attention:
         qkv = self.qkv_proj(x)
         if self._spec.qk_norm == "all":
             self._normalise(qkv)
+        elif self._spec.qk_norm == "own":
+            self._normalise_each(qkv)
         heads = qkv.unflatten(-1, (-1, self.layer.head_dim))  # [T, all heads, head_dim]
         out = Normed(mixer.attend(self.layer, heads, rotation))
         return self.o_proj.with_epilogue(out, end)
@@ -106,6 +113,13 @@ class Attention:
             return
         for part, norm in zip((q, k), self._norms, strict=True):
             part.copy_(self._ops.rms_norm(part.contiguous(), norm))
+
+    def _normalise_each(self, qkv: torch.Tensor) -> None:
+        """Each head of q and k, in place."""
+        q, k, _ = qkv.split([*self._sizes, self._sizes[1]], dim=1)
+        for part, norm in zip((q, k), self._norms, strict=True):
+            heads = part.unflatten(1, (-1, self.layer.head_dim))
+            heads.copy_(rms_norm(heads, norm.weight, norm.eps, norm.centered))
 
     def _normalise_shares(self, q: torch.Tensor, k: torch.Tensor) -> None:
         """The same where each rank has as many of the heads, some of k perhaps on several ranks."""
@@ -130,6 +144,8 @@ class Attention:
             if is_shared and self._spec.qk_norm == "all":
                 whole = (num_heads * self.layer.head_dim,)
                 load = replace(load, part=(features(self.layer, own),), file_shape=whole)
+            elif is_shared and self._spec.qk_norm == "own":
+                load = replace(load, part=(own,), file_shape=(num_heads, self.layer.head_dim))
             yield load if order is None else order.load(load)
         if self.layer.sinks is not None:
             load = Load(f"{self._name}.sinks", self.layer.sinks)

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from asyncllm.models.base import Load
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.linear_method import LinearShape, Shard
-from asyncllm.models.layers.lora import LoRAEmbedding, LoRALayer
+from asyncllm.models.layers.lora import LoRALayer
+from asyncllm.models.layers.lora_embedding import LoRAEmbedding
 from asyncllm.models.layers.ops import Normed
 
 
@@ -35,16 +36,21 @@ class Embedding:
         if self.mesh.config.tp > 1:
             vectors = self.mesh.reduce(self._own(token_ids))
         else:
-            vectors = F.embedding(token_ids, self.weight)
+            vectors = self._vectors(token_ids)
         if self._scale != 1.0:
             vectors.mul_(self._scale)
         return vectors if self._lora is None else self._lora.add(vectors, token_ids)
+
+    def _vectors(self, rows: torch.Tensor) -> torch.Tensor:
+        """Look these rows up in the weight, or in the adapters of the tokens."""
+        vectors = F.embedding(rows, self.weight)
+        return vectors if self._lora is None else self._lora.replace(vectors, rows)
 
     def _own(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Zeros for the tokens of other ranks."""
         others = (token_ids < self.tokens.start) | (token_ids >= self.tokens.stop)
         places = (token_ids - self.tokens.start).masked_fill_(others, 0)
-        return F.embedding(places, self.weight).masked_fill_(others.unsqueeze(1), 0)
+        return self._vectors(places).masked_fill_(others.unsqueeze(1), 0)
 
     def loads(self) -> Iterator[Load]:
         yield self.load_rows(self.weight_name, self.weight)

@@ -55,7 +55,9 @@ class Router:
         self._lora = None
         if build.lora is not None:
             self._lora = build.lora.layer(LinearShape({name: experts}, shape.hidden_size, bias))
-            self._lora.base = {} if self._bias is None else {"bias": self._bias}
+            self._lora.base = {"weight": self._weight}
+            if self._bias is not None:
+                self._lora.base = {**self._lora.base, "bias": self._bias}
 
     def __call__(self, x: Normed) -> Routed:
         if self._lora is None:

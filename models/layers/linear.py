@@ -63,7 +63,9 @@ class Linear:
         self.weights = self._method.create_weights(self._shape)
         self._lora = None if build.lora is None else build.lora.layer(self._shape)
         if self._lora is not None:
-            self._lora.base = {n: w for n, w in self.weights.items() if n == "bias"}
+            is_plain = isinstance(self._method, UnquantizedLinearMethod)
+            known = {"weight", "bias"} if is_plain else {"bias"}
+            self._lora.base = {n: w for n, w in self.weights.items() if n in known}
 
     def reorder(self, rows: Mapping[str, torch.Tensor]) -> None:
         """Load output i of these parts from the checkpoint's rows[part][i]: int64 on the CPU.

@@ -3,13 +3,16 @@
 Every layer holds the matrices of all adapter slots, so tokens of different adapters, and of none,
 share a forward pass. For a token of slot s the features of part p get
 
-    b[s, features of p] @ (a[s, p] @ x) + bias[s, features of p]      a: [max_rank, in]
-                                                                     b: [features, max_rank]
+    gain[s] * product + b[s, features of p] @ (a[s, p] @ x) + bias[s]      a: [max_rank, in]
+                                                                          b: [features, max_rank]
 
-An adapter of a smaller rank has zeros behind its own; its scale is in b. Slot 0 is of tokens
-without an adapter and holds zeros. `LoRALayers` belongs to one model, whose layers ask it for a
-`LoRALayer` each. Which slot each row has is told by `select`, before the forward pass that it is
-about, and again before the logits of other rows.
+An adapter of a smaller rank has zeros behind its own; its scale is in b. The gain is DoRA's, less
+1. Modules that are named may have whole matrices instead of the base's, by which the product is
+then made. Slot 0 is of tokens without an adapter and holds zeros.
+
+`LoRALayers` belongs to one model, whose layers ask it for a `LoRALayer` each. Which slot each row
+has is told by `select`, before the forward pass that it is about, and again before the logits of
+other rows.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from asyncllm.kernels.records import LoRAWeights as LoRAWeights
+from asyncllm.kernels.records import WholeWeights
 from asyncllm.models.layers.linear_method import LinearShape
 from asyncllm.types import NO_ADAPTER
 
@@ -32,6 +36,7 @@ from asyncllm.types import NO_ADAPTER
 AddLoRA = Callable[
     [Callable[[], torch.Tensor], torch.Tensor, LoRAWeights, torch.Tensor], torch.Tensor
 ]
+ALL = slice(None)
 ALIGNMENT = 64  # elements: kernels read a slot's matrices in 16 bytes
 
 L = TypeVar("L", bound="AdaptedLayer")
@@ -46,13 +51,39 @@ def add_lora_torch(
         if slot == NO_ADAPTER:
             continue
         tokens = (slots == slot).nonzero().squeeze(1)
-        shrunk = x[tokens] @ weights.a[slot].T  # [tokens, parts * max_rank]
+        mine, its = x[tokens], out[tokens]
+        for whole in weights.whole:
+            if whole.is_there[slot]:
+                features = slice(whole.first, whole.first + whole.weight.shape[1])
+                its[:, features] = F.linear(mine, whole.weight[slot])
+        shrunk = mine @ weights.a[slot].T  # [tokens, parts * max_rank]
         ranks = shrunk.split(weights.b.shape[2], dim=1)
-        features = weights.b[slot].split(weights.sizes)
-        deltas = [h @ b.T for h, b in zip(ranks, features, strict=True)]
-        delta = torch.cat(deltas, dim=1) + weights.bias[slot]
-        out.index_add_(0, tokens, delta.to(out.dtype))
+        parts = weights.b[slot].split(weights.sizes)
+        deltas = [h @ b.T for h, b in zip(ranks, parts, strict=True)]
+        its.addcmul_(its, weights.gain[slot])
+        out[tokens] = its.add_(torch.cat(deltas, dim=1)).add_(weights.bias[slot])
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPart:
+    """The part of a module's weight that is here: its `rows` (None: all) of these columns.
+
+    base: the model's; None where it is quantised. whole: an adapter's own in the slot, where it has
+    room for one, and `is_whole` [1], which says that there is one.
+    """
+
+    shape: tuple[int, int]  # the module's
+    rows: torch.Tensor | None
+    columns: slice
+    base: torch.Tensor | None
+    whole: torch.Tensor | None = None
+    is_whole: torch.Tensor | None = None
+
+    @property
+    def is_there(self) -> bool:
+        """The adapter's own."""
+        return self.is_whole is not None and bool(self.is_whole.item())
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +94,19 @@ class Place:
     they add to a summand is a summand, too.
 
     rows: output i here is the module's output rows[i]. base_bias: what the slot's bias is added to.
-    base_weight: its `base_rows` of what an adapter may repeat, and must not change.
     """
 
     in_features: int  # the module's, as out_features
     out_features: int
     a: torch.Tensor | None  # [max_rank, in]; None: it is another rank's
     b: torch.Tensor  # [out, max_rank]
-    columns: slice = field(default_factory=lambda: slice(None))  # of the module's inputs
+    columns: slice = field(default_factory=lambda: ALL)  # of the module's inputs
     rows: torch.Tensor | None = None
     bias: torch.Tensor | None = None  # [out]; None: it adds none here
+    gain: torch.Tensor | None = None  # [out]; None: it has none
     takes_bias: bool = False  # there, or on another rank
     base_bias: torch.Tensor | None = None
-    base_weight: torch.Tensor | None = None
-    base_rows: slice = field(default_factory=lambda: slice(None))
+    weight: WeightPart | None = None
 
 
 class AdaptedLayer(Protocol):
@@ -98,7 +128,8 @@ class LoRALayers:
     """The adapter slots of one model: `num_slots` of them besides slot 0.
 
     All that a slot holds is one row of `slots` [1 + num_slots, elements], so that an adapter comes
-    as few copies, whatever its layers are. `add`: the device's `AddLoRA`.
+    as few copies, whatever its layers are. `add`: the device's `AddLoRA`. `whole`: the ends of the
+    names of linear layers and embeddings of which each slot has room for a whole matrix.
     """
 
     def __init__(
@@ -108,8 +139,10 @@ class LoRALayers:
         dtype: torch.dtype,
         device: torch.device,
         add: AddLoRA = add_lora_torch,
+        whole: Sequence[str] = (),
     ) -> None:
         self.max_rank = max_rank
+        self._whole = whole
         self.add = add
         self.layers: list[AdaptedLayer] = []
         self.elsewhere: tuple[str, ...] = ()  # what names of other stages' modules begin with
@@ -124,12 +157,26 @@ class LoRALayers:
         """For a linear layer of this shape."""
         return self.register(LoRALayer(self, shape, shape.out_features))
 
+    def has_whole(self, module: str) -> bool:
+        return any(_ends_with(module, name) for name in self._whole)
+
     def allocate(self) -> None:
-        """Once, when the model's layers are made: the memory of all slots, as zeros."""
+        """Once, when the model's layers are made: the memory of all slots, as zeros. Raises
+        `ValueError` where a name of `whole` is no layer's."""
         shapes = [shape for layer in self.layers for shape in layer.shapes]
         self.slots = self.slots.new_zeros(len(self.slots), sum(map(_aligned, shapes)))
         for layer, tensors in zip(self.layers, self._tensors(self.slots), strict=True):
             layer.bind(tensors)
+        places = self.places(self.slots[0]).items()
+        found = [
+            name for name, place in places if place.weight and place.weight.is_whole is not None
+        ]
+        for name in self._whole:
+            if not any(_ends_with(module, name) for module in found):
+                raise ValueError(
+                    f"lora_modules_to_save: the model has no linear layer or embedding {name!r}, "
+                    "and no other weights change with the adapter"
+                )
 
     def places(self, slot: torch.Tensor) -> dict[str, Place]:
         """In memory that is laid out as one of `slots`: [elements]."""
@@ -155,6 +202,10 @@ class LoRALayers:
         self.row_slots = row_slots
 
 
+def _ends_with(module: str, name: str) -> bool:
+    return f".{module}".endswith(f".{name}")
+
+
 def _aligned(shape: tuple[int, ...]) -> int:
     return -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
 
@@ -164,7 +215,7 @@ class LoRALayer:
 
     num_rows: the product's outputs here, of which there may be more than the shape's, as padding.
     Set by the layer: `orders`, part -> output i is the checkpoint's output orders[part][i];
-    `base`, its tensors `bias`, of all parts, and `weight`, of an only one.
+    `base`, its tensors `weight` and `bias`, of all parts.
     """
 
     weights: LoRAWeights
@@ -175,33 +226,56 @@ class LoRALayer:
         self.orders: dict[str, torch.Tensor] = {}
         self.base: Mapping[str, torch.Tensor] = {}
         rank = owner.max_rank
-        a_shape = len(shape.parts) * rank, shape.num_columns
-        self.shapes = a_shape, (num_rows, rank), (num_rows,)
+        self._whole = [name for name in shape.parts if owner.has_whole(name)]
+        sizes = [(shape.sizes[name], shape.num_columns) for name in self._whole]
+        self.shapes: list[tuple[int, ...]] = [
+            *((len(shape.parts) * rank, shape.num_columns), (num_rows, rank)),
+            *((num_rows,), (num_rows,)),
+            *((1,) for _ in sizes),
+            *sizes,
+        ]
 
     def bind(self, tensors: Sequence[torch.Tensor]) -> None:
-        a, b, bias = tensors
-        *sizes, last = self.shape.sizes.values()
-        padding = b.shape[1] - self.shape.out_features
-        self.weights = LoRAWeights(a, b, bias, (*sizes, last + padding))
+        a, b, bias, gain, *whole = tensors
+        sizes = [*self.shape.sizes.values()]
+        first = dict(zip(self.shape.parts, accumulate(sizes, initial=0), strict=False))
+        self.weights = LoRAWeights(
+            *(a, b, bias, gain, (*sizes[:-1], sizes[-1] + b.shape[1] - sum(sizes))),
+            tuple(
+                WholeWeights(is_there, weight, first[name])
+                for name, (is_there, weight) in self._by_name(whole).items()
+            ),
+        )
+
+    def _by_name(self, whole: Sequence[torch.Tensor]) -> dict[str, Sequence[torch.Tensor]]:
+        num = len(self._whole)
+        pairs = zip(whole[:num], whole[num:], strict=True)
+        return dict(zip(self._whole, pairs, strict=True))
 
     def places(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[str, Place]]:
-        a, b, bias = tensors
+        a, b, bias, gain, *whole = tensors
         shape, sizes, rank = self.shape, self.shape.sizes, self._owner.max_rank
         ends = list(accumulate(sizes.values()))
+        columns = shape.shard.columns or ALL
         for part, (name, start, end) in enumerate(zip(sizes, [0, *ends], ends, strict=False)):
-            base_bias = self.base.get("bias")
+            weight, base_bias = (self.base.get(kind) for kind in ("weight", "bias"))
+            is_whole, its = self._by_name(whole).get(name, (None, None))
+            rows = self._rows(name)
             yield name, Place(
                 in_features=shape.in_features,
                 out_features=shape.parts[name],
                 a=a[part * rank : (part + 1) * rank],
                 b=b[start:end],
-                columns=shape.shard.columns or slice(None),
-                rows=self._rows(name),
+                columns=columns,
+                rows=rows,
                 bias=bias[start:end] if shape.shard.has_bias else None,
+                gain=gain[start:end],
                 takes_bias=True,
                 base_bias=None if base_bias is None else base_bias[start:end],
-                base_weight=self.base.get("weight"),
-                base_rows=shape.rows(name)[0],
+                weight=WeightPart(
+                    (shape.parts[name], shape.in_features), rows, columns,
+                    None if weight is None else weight[start:end], its, is_whole,
+                ),
             )  # fmt: skip
 
     def _rows(self, name: str) -> torch.Tensor | None:
@@ -221,43 +295,3 @@ class LoRALayer:
         """The product [T, out] of x [T, in], with the rows' deltas."""
         slots = self._owner.row_slots
         return product() if slots is None else self._owner.add(product, x, self.weights, slots)
-
-
-class LoRAEmbedding:
-    """The adapters of an embedding: a row of `a` for each token id, as peft's lora_embedding_A has
-    a column."""
-
-    def __init__(
-        self,
-        owner: LoRALayers,
-        name: str,
-        vocab_size: int,
-        weight: torch.Tensor,
-        tokens: slice,
-        scale: float,
-    ) -> None:
-        """weight: of the `tokens` that this rank has, and perhaps rows of nothing. Adapters are not
-        shared by ranks."""
-        self._owner, self._name, self._scale = owner, name, scale
-        self._weight, self._tokens = weight, tokens
-        size = weight.shape[1]
-        self.shapes = (vocab_size, owner.max_rank), (size, owner.max_rank)
-
-    def bind(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._a, self._b = tensors
-
-    def places(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[str, Place]]:
-        a, b = tensors
-        sizes, base = (len(a), len(b)), {"base_weight": self._weight, "base_rows": self._tokens}
-        yield self._name, Place(*sizes, a.T, b, **base)  # type: ignore[arg-type]
-
-    def add(self, vectors: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """vectors [T, size] of token_ids [T], with the tokens' deltas."""
-        slots = self._owner.row_slots
-        if slots is None:
-            return vectors
-        shrunk = self._a[slots.long(), token_ids.long()]  # [T, max_rank]
-        mine = F.one_hot(slots.long(), len(self._a)).to(shrunk.dtype)  # [T, slots]
-        by_slot = (mine.unsqueeze(2) * shrunk.unsqueeze(1)).flatten(1)
-        b = self._b.transpose(1, 2).flatten(0, 1)  # [slots * max_rank, size]
-        return vectors.addmm_(by_slot, b, alpha=self._scale)

@@ -1,4 +1,4 @@
-"""RMSNorm with its name in a checkpoint."""
+"""RMSNorm, or a layer norm without bias, with its name in a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,16 +14,22 @@ from asyncllm.models.layers.ops import Norm
 class RMSNorm:
     """`constants` are for the matrix products that end or begin with it.
 
-    `offset` is added to the file's weight; None: Llama's rounding (see `Norm`).
+    `offset` is added to the file's weight; None: Llama's rounding (see `Norm`, of `centered` too).
     """
 
     def __init__(
-        self, name: str, size: int, eps: float, build: Build, offset: float | None = None
+        self,
+        name: str,
+        size: int,
+        eps: float,
+        build: Build,
+        offset: float | None = None,
+        centered: bool = False,
     ) -> None:
         self._name = f"{name}.weight"
         self._ops = build.ops
         self._offset = offset
-        self.constants = Norm(norm_weight(size, build, offset), eps)
+        self.constants = Norm(norm_weight(size, build, offset), eps, centered)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, size] -> the same shape, a new tensor."""
@@ -33,7 +39,7 @@ class RMSNorm:
         yield load_norm(self._name, self.constants.weight, self._offset)
 
 
-def norm_weight(size: int, build: Build, offset: float | None) -> torch.Tensor:
+def norm_weight(size: int | tuple[int, ...], build: Build, offset: float | None) -> torch.Tensor:
     """Uninitialised. 1 + w has more digits than a half-precision type holds."""
     dtype = build.dtype if offset is None else torch.float32
     return torch.empty(size, dtype=dtype, device=build.device)

@@ -76,7 +76,8 @@ class Ops(FusedProducts, Protocol):
         return None
 
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """x / rms(x) * weight over the last dimension, computed in float32: [T, size], new."""
+        """x / rms(x) * weight over the last dimension, computed in float32: [T, size], new. Of x
+        less its mean, where the norm is centered."""
         ...
 
     def swiglu(self, x: torch.Tensor, activation: Activation = SILU) -> torch.Tensor:
@@ -165,6 +166,8 @@ class AddRMSNorm:
     def fused(
         self, ops: FusedProducts, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> Normed | None:
-        if self.norm is None or self.after is not None or self.scale != 1.0:
+        if self.norm is None or self.norm.centered:
+            return None
+        if self.after is not None or self.scale != 1.0:
             return None
         return ops.product_add_rms_norm(x, weight, bias, self.residual, self.norm)

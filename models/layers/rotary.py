@@ -69,9 +69,9 @@ class HeadOrder:
         return (heads + self.entries()).flatten()
 
     def load(self, load: Load) -> Load:
-        """Reorder a weight that has a number for each entry."""
+        """Reorder a weight whose last dimension has a number for each entry."""
         entries, then = self.entries(), load.transform or (lambda loaded: loaded)
-        return replace(load, transform=lambda loaded: then(loaded)[entries.to(loaded.device)])
+        return replace(load, transform=lambda loaded: then(loaded)[..., entries.to(loaded.device)])
 
 
 class Rotary(Protocol):
@@ -190,6 +190,11 @@ def build_rotary(
         return StaticRotary(inv_freq, scaling, head_dim, build)
     except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise _error(config, f"{rope_type}: {type(error).__name__}: {error}") from error
+
+
+def no_rotary(head_dim: int, build: Build) -> Rotary:
+    """For layers without positions: every angle is 0."""
+    return StaticRotary(torch.zeros(head_dim // 2), 1.0, head_dim, build)
 
 
 def _table(inv_freq: torch.Tensor, scaling: float, head_dim: int, build: Build) -> torch.Tensor:

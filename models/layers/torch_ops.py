@@ -30,7 +30,7 @@ class TorchOps(Ops):
     than its arithmetic."""
 
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        return rms_norm(x, norm.weight, norm.eps)
+        return rms_norm(x, norm.weight, norm.eps, norm.centered)
 
     def swiglu(self, x: torch.Tensor, activation: Activation = SILU) -> torch.Tensor:
         return swiglu(x, activation)
@@ -50,7 +50,7 @@ class TorchOps(Ops):
         return grouped_experts(x.values, weights, routed, adapters)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> Normed:
-        if norm.weight.dtype != x.dtype:
+        if norm.centered or norm.weight.dtype != x.dtype:
             return Normed(self.rms_norm(residual.add_(x), norm))
         residual32 = residual.add_(x).float()
         torch.mul(residual32, inverse_rms(residual32, norm.eps), out=x)

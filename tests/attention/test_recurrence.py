@@ -13,8 +13,13 @@ from transformers.models.mamba2.modeling_mamba2 import causal_conv1d_fn, mamba2_
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from asyncllm.attention.base import PrefillRows
-from asyncllm.attention.recurrence import run, step, tokens_of
-from asyncllm.attention.state_cache import StateCache, StateLayout, TorchStates
+from asyncllm.attention.recurrence import CHUNK, run, run_by_token, step, tokens_of
+from asyncllm.attention.state_cache import (
+    MAX_COPIED_BYTES,
+    StateCache,
+    StateLayout,
+    TorchStates,
+)
 from asyncllm.kernels.recurrent.records import (
     Convolution,
     DeltaRule,
@@ -27,6 +32,7 @@ from asyncllm.step_plan import StateMoves
 CPU = torch.device("cpu")
 NUM_TOKENS = 11
 HEADS, DIM, STATE = 4, 6, 5
+LONG = 3 * CHUNK + 5  # tokens
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -97,6 +103,37 @@ def test_equal_to_transformers() -> None:
     torch.testing.assert_close(ours[1], state[0], rtol=1e-4, atol=1e-5)
 
 
+def long_scan(scale: float) -> SelectiveScan:
+    """Its decays' logarithms of about -`scale`."""
+    x, dt = randn(LONG, HEADS, DIM), randn(LONG, HEADS).exp()
+    b, c = randn(LONG, 2, STATE), randn(LONG, 2, STATE).flip(0)
+    return SelectiveScan(x, dt, -scale * randn(HEADS).exp(), b, c, randn(HEADS))
+
+
+def long_rule(scale: float, same_key: bool) -> DeltaRule:
+    """same_key: all tokens want the same place, which makes the system as coupled as it can be."""
+    q, k = (x / x.norm(dim=-1, keepdim=True) for x in randn(2, LONG, 2, STATE))
+    if same_key:
+        k = k[:1].expand_as(k)
+    g, beta = -scale * randn(LONG, HEADS).exp(), (3 * randn(LONG, HEADS)).sigmoid()
+    return DeltaRule(q, k, randn(LONG, HEADS, DIM), g, beta)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 1e4, float("inf")])
+@pytest.mark.parametrize("kind", ["scan", "rule", "coupled rule"])
+def test_chunks_are_what_token_by_token_is(kind: str, scale: float) -> None:
+    inputs = long_scan(scale) if kind == "scan" else long_rule(scale, kind == "coupled rule")
+    start = randn(*inputs.state_shape)
+    for num_tokens in (1, CHUNK - 1, CHUNK, LONG):
+        some = tokens_of(inputs, slice(num_tokens))
+        (out, end), (by_token, state) = run(some, start), run_by_token(some, start)
+        torch.testing.assert_close(
+            out, by_token, rtol=1e-5, atol=1e-5 * float(by_token.abs().max())
+        )
+        torch.testing.assert_close(end, state, rtol=1e-5, atol=1e-5 * float(state.abs().max()))
+    assert not out.isnan().any() and torch.equal(start, randn(*inputs.state_shape))
+
+
 @pytest.mark.parametrize("make", ALL)
 def test_pieces_and_steps_are_the_whole(make: Any) -> None:
     inputs = make()
@@ -148,13 +185,17 @@ def test_padding_rows_leave_zeros() -> None:
     assert not cache.layers[0].any()
 
 
-def test_moves() -> None:
+@pytest.mark.parametrize("most_bytes", [1, MAX_COPIED_BYTES])
+def test_moves(most_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncllm.attention.state_cache.MAX_COPIED_BYTES", most_bytes)
     layer = StateLayer(0, (2,), torch.float32)
     cache = StateCache(StateLayout([layer]), 5, CPU, host_rows=1)
     states = cache.layers[0]
     states[1:] = torch.arange(1.0, 5)[:, None]
     cache.before_step(StateMoves(swap_out=((1, 0),), restore=((4, 1), (0, 3))))
     assert states[:, 0].tolist() == [0, 4, 2, 0, 4]
+    cache.before_step(StateMoves(save=((1, 4), (2, 3)), restore=((0, 1), (3, 2))))
+    assert states[:, 0].tolist() == [0, 0, 2, 2, 4]
     cache.before_step(StateMoves(swap_in=((0, 2),)))
     cache.after_step(StateMoves(fork=((2, 3),)))
-    assert states[:, 0].tolist() == [0, 4, 1, 1, 4]
+    assert states[:, 0].tolist() == [0, 0, 1, 1, 4]

@@ -209,6 +209,8 @@ class FakeDevice:
         moves = plan.states
         for slot_id, host_row in moves.swap_out:
             self._host_states[host_row] = self._states[slot_id]
+        for slot_id, row in moves.save:
+            self._states[row] = self._states[slot_id]
         for row, slot_id in moves.restore:
             self._states[slot_id] = self._states[row]
         for host_row, slot_id in moves.swap_in:
@@ -308,6 +310,10 @@ def check_plan(plan: StepPlan) -> None:
     assert not (plan.swap_out and plan.swap_in), "host pages move both ways in one step"
     _assert_distinct("a state before the step", [to for _, to in moves_in(plan)])
     saves = [state_row for row in plan.prefills for _, state_row in row.saves]
+    saved = {state_row for _, state_row in plan.states.save}
+    assert not saved & {row for row, _ in plan.states.restore}, "a snapshot is lost before its use"
+    assert {slot for slot, _ in plan.states.save} <= set(plan.decodes.slots.tolist())
+    saves += [state_row for _, state_row in plan.states.save]
     _assert_distinct("a snapshot", saves)
     assert not set(saves) & {*slots, PADDING_SLOT}, "a snapshot in a slot"
     for row in plan.prefills:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,13 @@ def write_adapter(
 ) -> torch.nn.Module:
     """Save a random adapter of the random model of `config`; returns the model with it merged."""
     lora = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ALL, **settings})
-    model = get_peft_model(random_reference(config), lora)
+    # Merging a head of its own changes the configuration of a model whose ends are tied.
+    model = get_peft_model(random_reference(deepcopy(config)), lora)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.normal_(0, 0.15, generator=generator)
-        elif parameter.requires_grad:  # a bias
+        elif parameter.requires_grad:  # a bias, or a whole weight
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.15)
     model.save_pretrained(str(folder))
     return model.merge_and_unload()

@@ -19,6 +19,7 @@ import pytest
 from asyncllm.cache_group import CacheGroup, num_blocks_that_fit
 from asyncllm.engine import chunk_policy as policy_module
 from asyncllm.engine import prefill_planner as planner_module
+from asyncllm.engine import scheduler as scheduler_module
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.constraints import constrain
@@ -77,6 +78,7 @@ class World:
             rng.choice([None, None, 1, 2, 5]), rng.choice([(), (2, 4, 6, 8, 12, 40)])
         )
         policy_module.END_SHARE = rng.choice([1, 32])
+        scheduler_module.SAVED_BLOCKS = rng.choice([1, 2])
         num_host_pages = rng.choice([0, 2, 5, 12, 40]) * len(self.windows)
         num_states = rng.randint(0, 6), rng.randint(0, 3)
         self.states = num_states if rng.random() < 0.4 else None
@@ -332,6 +334,7 @@ class World:
         states = plan.states
         seen["state swapped"] += len(states.swap_out)
         seen["state from a snapshot"] += sum(row != PADDING_SLOT for row, _ in states.restore)
+        seen["state of an answer saved"] += len(states.save)
         seen["state forked"] += len(states.fork)
         seen["two snapshots of a chunk"] += sum(len(row.saves) > 1 for row in plan.prefills)
         begun = [row.start > row.seq.num_cached_tokens for row in plan.prefills]
@@ -383,7 +386,9 @@ class World:
             for seq in request.sequences:
                 self._check_answer(seq)
             before = self.followed.get(request.request_id, 1 << 30)
-            self.seen["prefix hit of an output"] += request.sequences[0].num_cached_tokens > before
+            is_hit = request.sequences[0].num_cached_tokens > before
+            self.seen["prefix hit of an output"] += is_hit
+            self.seen["state of an answer found"] += is_hit and self.states is not None
         stats = self.scheduler.stats()
         self.seen["swap preemption"] += stats.num_preemptions_swap
         self.seen["recompute preemption"] += stats.num_preemptions_recompute

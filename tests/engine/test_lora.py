@@ -143,6 +143,67 @@ def test_every_family_and_target(case: str, tmp_path: Path) -> None:
         assert logprobs == pytest.approx(scores, abs=LOGPROB_TOLERANCE)
 
 
+SAVED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "ends": ("llama", {"modules_to_save": ["lm_head", "embed_tokens"]}, {}),
+    "head-of-tied": ("llama-tied", {"modules_to_save": ["lm_head"]}, {}),
+    "embedding-of-tied": ("llama-tied", {"modules_to_save": ["embed_tokens"]}, {}),
+    "tied-as-they-were": (
+        "llama-tied",
+        {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+        {"lora_modules_to_save": ["embed_tokens", "lm_head"]},
+    ),
+    "scaled": ("granite", {"modules_to_save": ["lm_head", "embed_tokens"]}, {}),
+    "parts-with-biases": (
+        "qwen2",
+        {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["k_proj", "o_proj"]},
+        {},
+    ),
+    "linear": (
+        "llama-mlp-bias",
+        {"target_modules": ["v_proj"], "modules_to_save": ["q_proj", "down_proj", "up_proj"]},
+        {},
+    ),
+    "heads-in-an-order": (
+        "glm4",
+        {"target_modules": ["v_proj"], "modules_to_save": ["q_proj", "k_proj"]},
+        {},
+    ),
+    "router": ("qwen3-moe", {"target_modules": ["q_proj"], "modules_to_save": ["gate"]}, {}),
+    "transformers": (
+        "llama",
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens", "o_proj"]},
+        {"model_impl": "transformers"},
+    ),
+}
+DORA = {"use_dora": True}
+MAGNITUDES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "dora": ("llama", DORA | {"target_modules": [*ALL, "lm_head"]}, {}),
+    "dora-with-biases": ("qwen2", DORA | {"bias": "all"}, {}),
+    "dora-of-heads-in-an-order": ("glm4", DORA | LINEAR, {}),
+    "dora-packed": ("phi3", DORA | LINEAR, {}),
+    "dora-transformers": ("llama", DORA, {"model_impl": "transformers"}),
+}
+
+
+@pytest.mark.parametrize("case", [*SAVED, *MAGNITUDES])
+def test_whole_weights_and_magnitudes(case: str, tmp_path: Path) -> None:
+    """One adapter has them, the other has none, and some rows have no adapter."""
+    check_saved((SAVED | MAGNITUDES)[case], tmp_path)
+
+
+def check_saved(
+    case: tuple[str, dict[str, Any], dict[str, Any]], folder: Path, **engine_args: Any
+) -> None:
+    name, settings, args = case
+    saved = {"lora_modules_to_save": settings.get("modules_to_save")}
+    adapted = Adapted(CONFIGS[name], folder, {"one": settings, "two": {"r": 3}})
+    regime = REGIMES["chunked"] | {"num_gpu_blocks_override": 900} | saved | args | engine_args
+    answers = asyncio.run(ask_all(adapted, **regime))
+    for (tokens, logprobs), (wanted, scores) in zip(answers, adapted.answers, strict=True):
+        assert tokens == wanted
+        assert logprobs == pytest.approx(scores, abs=LOGPROB_TOLERANCE)
+
+
 TRANSFORMERS: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
     "llama": (CONFIGS["llama"], ENDS),
     "gpt2": (
@@ -177,6 +238,12 @@ def test_two_ranks(case: str, tmp_path: Path) -> None:
     for (tokens, logprobs), (wanted, scores) in zip(answers, adapted.answers, strict=True):
         assert tokens == wanted
         assert logprobs == pytest.approx(scores, abs=LOGPROB_TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["ends", "linear"])
+def test_whole_weights_on_two_ranks(case: str, tmp_path: Path) -> None:
+    check_saved(SAVED[case], tmp_path, tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("target", ALL)

@@ -45,9 +45,9 @@ class Reference:
         config = config_class(**recurrent.RECURRENT[architecture])
         self.prompts: list[list[int]] = matrix.make_prompts()
         with torch.inference_mode():
-            self._model = matrix.random_model(config, architecture)
-            self._model.save_pretrained(folder)
-            answers = [matrix.answer(self._model, prompt) for prompt in self.prompts]
+            self.model = matrix.random_model(config, architecture)
+            self.model.save_pretrained(folder)
+            answers = [matrix.answer(self.model, prompt) for prompt in self.prompts]
         self.tokens = [tokens for tokens, _ in answers]
         self.logprobs = [
             [row[token].item() for token, row in zip(tokens, rows, strict=True)]
@@ -126,6 +126,33 @@ def test_a_shared_beginning_is_found_from_the_third_prompt_on(name: str, referen
     asyncio.run(test())
 
 
+@pytest.mark.parametrize("regime", ["batched", "synchronous", "chunked", "no-prefix-cache"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_second_turn_goes_on_from_the_first_ones_answer(
+    name: str, regime: str, reference: Any
+) -> None:
+    """Each turn's prompt is all that was said before it, and more; so is transformers'."""
+    expected: Reference = reference(name)
+    prompt, answers = expected.prompts[2], [expected.tokens[2]]
+    later = [*prompt, *answers[0], 5, 7]
+    with torch.inference_mode():
+        answers.append(matrix.answer(expected.model, later)[0])
+
+    async def test() -> None:
+        settings = REGIMES[regime] | ALWAYS
+        async with AsyncLLMEngine(str(expected.folder), **settings) as engine:
+            neighbours = asyncio.create_task(generate(engine, [expected.prompts[3]]))
+            first, second = [(await generate(engine, [turn]))[0] for turn in (prompt, later)]
+            assert [turn.outputs[0].token_ids for turn in (first, second)] == answers
+            # Snapshots of an answer are 4 blocks of 4 tokens apart; its prompt's is after 24.
+            assert second.num_cached_tokens == (0 if regime == "no-prefix-cache" else 32)
+            expected.check(await neighbours, [3])
+            engine.check_idle()
+
+    assert len(prompt) == 25 and len(later) == 39
+    asyncio.run(test())
+
+
 @pytest.mark.parametrize("name", ["mamba2", "scan"])
 def test_siblings_go_on_from_their_prompts_state(name: str, reference: Any) -> None:
     expected: Reference = reference(name)
@@ -169,6 +196,6 @@ def test_doctor_counts_states(reference: Any) -> None:
     found = {finding.name: finding for finding in doctor.examine_model(args)}
     row_bytes = 3 * (3 * 128 + 8 * 8 * 16) * 4
     text = found["state per sequence"].value
-    assert text.startswith(f"{row_bytes} bytes, for 5 slots, 4 snapshots")
+    assert text.startswith(f"{row_bytes} bytes, for 5 slots, 8 snapshots")
     assert found["kv per token"].value.startswith("0 bytes")
     assert found["tokens that fit"].state == "ok"

@@ -13,6 +13,7 @@ from collections import Counter
 
 from asyncllm.engine import chunk_policy as policy_module
 from asyncllm.engine import prefill_planner as planner_module
+from asyncllm.engine import scheduler as scheduler_module
 from tests.engine.random_world import World
 
 FIXED_SEEDS = range(1000, 1008)
@@ -56,6 +57,8 @@ MUST_HAPPEN = (
     "state swapped",
     "state from a snapshot",
     "state forked",
+    "state of an answer found",
+    "state of an answer saved",
     "two snapshots of a chunk",
 )
 
@@ -64,6 +67,7 @@ def run_worlds(seed: int, num_steps: int) -> tuple[Counter[str], int, int]:
     """Worlds from `seed` on until both pipelines have done `num_steps`; what happened in them."""
     seen: Counter[str] = Counter()
     watermark, end_share = planner_module.FREE_PAGES_WATERMARK, policy_module.END_SHARE
+    saved_blocks = scheduler_module.SAVED_BLOCKS
     num_ahead = num_synchronous = 0
     try:
         while min(num_ahead, num_synchronous) < num_steps:
@@ -78,6 +82,7 @@ def run_worlds(seed: int, num_steps: int) -> tuple[Counter[str], int, int]:
         raise
     finally:
         planner_module.FREE_PAGES_WATERMARK, policy_module.END_SHARE = watermark, end_share
+        scheduler_module.SAVED_BLOCKS = saved_blocks
     return seen, num_ahead, num_synchronous
 
 

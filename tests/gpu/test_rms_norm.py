@@ -75,6 +75,22 @@ def test_norms(size: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("size", SIZES)
+def test_centered_norms(size: int, dtype: torch.dtype) -> None:
+    from asyncllm.kernels.rms_norm.kernel import add_rms_norm, rms_norm
+
+    x, residual = (random(9, size, dtype=dtype) + 2 for _ in range(2))
+    weight = torch.rand(size, device=CUDA) + 0.5
+    norm = Norm(weight, 1e-5, centered=True)
+    slow = TorchOps()
+    assert relative_error(rms_norm(x, norm), slow.rms_norm(x, norm)) < TOLERANCE[dtype]
+    sums, normed = residual.clone(), x.clone()
+    add_rms_norm(normed, sums, norm)
+    assert torch.equal(sums, residual + x)
+    assert relative_error(normed, slow.rms_norm(sums, norm)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("size", SIZES)
 def test_swiglu(size: int, dtype: torch.dtype) -> None:
     from asyncllm.kernels.rms_norm.kernel import swiglu
 

@@ -17,13 +17,21 @@ def add_by_definition(
 ) -> torch.Tensor:
     rank = weights.b.shape[2]
     deltas = []
+    whole_rows = product.double().clone()
+    for whole in weights.whole:
+        features = slice(whole.first, whole.first + whole.weight.shape[1])
+        for row, slot in enumerate(slots.tolist()):
+            if slot and whole.is_there[slot]:
+                whole_rows[row, features] = whole.weight[slot].double() @ x[row].double()
+    gains = torch.where((slots != 0).unsqueeze(1), weights.gain[slots.long()].double(), 0)
+    product = whole_rows * (1 + gains)
     for row, slot in zip(x.double(), slots.tolist(), strict=True):
         h = (weights.a[slot].double() @ row).split(rank)
         b = weights.b[slot].double().split(weights.sizes)
         delta = torch.cat([each @ low for each, low in zip(b, h, strict=True)])
         delta += weights.bias[slot].double()
         deltas.append(delta if slot else delta * 0)
-    return product.double() + torch.stack(deltas)
+    return product + torch.stack(deltas)
 
 
 def case(
@@ -31,12 +39,16 @@ def case(
 ) -> tuple[torch.Tensor, torch.Tensor, LoRAWeights, torch.Tensor]:
     torch.manual_seed(num_tokens + rank)
     device = torch.device("cuda" if IS_CUDA else "cpu")
-    layers = LoRALayers(NUM_SLOTS, rank, dtype, device)
+    saved = ["part0", "part2"] if len(sizes) > 2 else ["part0"]
+    layers = LoRALayers(NUM_SLOTS, rank, dtype, device, whole=saved)
     parts = {f"part{i}": size for i, size in enumerate(sizes)}
     layers.layer(LinearShape({"other": 24}, 8, bias=False))  # what lies before it in each slot
     layer = layers.layer(LinearShape(parts, in_features, bias=False))
     layers.allocate()
     layers.slots.normal_(std=0.1)
+    for place in (each for slot in layers.slots[::2] for each in layers.places(slot).values()):
+        if place.weight is not None and place.weight.is_whole is not None:
+            place.weight.is_whole.fill_(0)
     slots = torch.randint(NUM_SLOTS + 1, (num_tokens,), dtype=torch.int32, device=device)
     x = torch.randn(num_tokens, in_features, dtype=dtype, device=device)
     product = torch.randn(num_tokens, sum(sizes), dtype=dtype, device=device)

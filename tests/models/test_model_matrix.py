@@ -6,7 +6,6 @@ printed. `scripts/model_matrix.py` examines all.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -24,7 +23,7 @@ from tests.script_module import import_script
 
 ROOT = Path(__file__).parents[2]
 matrix = import_script(ROOT / "scripts" / "model_matrix.py")
-TEXT = (ROOT / "docs" / "model_matrix.md").read_text()
+TEXT = (ROOT / "docs" / "model_matrix.md").read_text().partition("\n## ")[0]
 ROWS = {
     name: (served, reason)
     for name, served, reason in re.findall(r"^\| (\w+) \| (.*?) \| ?(.*?) ?\|$", TEXT, re.MULTILINE)
@@ -47,14 +46,18 @@ def test_every_class_is_listed() -> None:
 
 
 def test_rows_are_made_of_results() -> None:
-    text = matrix.markdown(
-        {
-            "BForCausalLM": ("refused", "architectures 'BForCausalLM' has x, which is not served"),
-            "AForCausalLM": ("by backend", "1e-06"),
-        }
-    )
+    served = "by backend", "1e-06"
+    refused = "refused", "architectures 'BForCausalLM' has x, which is not served"
+    results = matrix.Results("2", {"BForCausalLM": refused, "AForCausalLM": served})
+    text = matrix.markdown(results)
     rows = "| AForCausalLM | transformers' code |  |\n| BForCausalLM | - | refused: has x |\n"
     assert text.endswith(rows) and "1 refused, 1 transformers' code." in text
+    older = matrix.Results("1", {"BForCausalLM": ("native", "0")})
+    both = matrix.markdown(results, older)
+    assert "transformers 1, the oldest" in both
+    assert "Of its 1 classes: 1 native.\nIt does not have AForCausalLM.\nThese differ:" in both
+    assert both.partition("\n## ")[0].endswith(rows)
+    assert both.endswith("| --- | --- | --- |\n| BForCausalLM | native |  |\n")
 
 
 @pytest.mark.slow
@@ -69,7 +72,7 @@ def test_a_quarter_of_the_classes_is_as_documented(share: int, tmp_path: Path) -
     command = [sys.executable, ROOT / "scripts" / "model_matrix.py", "--json", results]
     subprocess.run([*command, *drawn[share::SHARES]], check=True, timeout=280)
     wrong = {}
-    for name, (verdict, details) in json.loads(results.read_text()).items():
+    for name, (verdict, details) in matrix.Results.read(results).rows.items():
         served, reason = ROWS[name]
         found = matrix.SERVED.get(verdict, "-")
         if found != served or (found == "-" and not reason.startswith(verdict)):

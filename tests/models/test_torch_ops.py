@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from asyncllm.models.layers.ops import AddRMSNorm, Norm, Normed, SwiGLU
@@ -35,6 +36,23 @@ def test_rms_norm_of_rows_and_of_heads(dtype):
         expected = transformers_norm(weight, 1e-5)(x)
         torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
         assert torch.equal(x, before) and out.dtype == dtype
+
+
+@dtypes
+def test_centered_norms_are_cohere_s(dtype):
+    weight = torch.randn(HEADS, HEAD_DIM)
+    reference = CohereLayerNorm((HEADS, HEAD_DIM), 1e-5)
+    reference.weight.copy_(weight)
+    x, _ = merged_heads(dtype)
+    out = OPS.rms_norm(x, Norm(weight, 1e-5, centered=True))
+    torch.testing.assert_close(out, reference(x), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    rows, residual = torch.randn(2, TOKENS, HEAD_DIM).to(dtype)
+    total, norm = rows + residual, Norm(weight[0], 1e-5, centered=True)
+    out = with_epilogue(
+        OPS, Normed(rows), torch.eye(HEAD_DIM).to(dtype), AddRMSNorm(residual, norm)
+    )
+    assert torch.equal(residual, total)
+    assert torch.equal(out.values, OPS.rms_norm(total, norm))
 
 
 @dtypes

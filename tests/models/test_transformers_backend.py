@@ -60,12 +60,15 @@ FAMILIES = (
     "Glm4ForCausalLM",
     "GptOssForCausalLM",  # sinks, windows, experts with biases
     "GraniteForCausalLM",  # multipliers
+    "MiniMaxForCausalLM",  # a scan without a name of its own
     "MixtralForCausalLM",  # experts, a tensor each in the file
     "Olmo2ForCausalLM",  # norms behind the layers
     "Phi3ForCausalLM",  # merged projections
     "Qwen3MoeForCausalLM",
     "StableLmForCausalLM",  # drops the arguments of attention
     "Starcoder2ForCausalLM",
+    "ZambaForCausalLM",  # layers that share their weights
+    "ZayaForCausalLM",  # convolved queries and keys, delayed values
 )
 
 
@@ -230,7 +233,7 @@ def test_tied_weights_are_one(tmp_path: Path) -> None:
 
 def test_doctor_names_the_implementation(tmp_path: Path) -> None:
     for architecture, flag, expected in (
-        ("Cohere2ForCausalLM", "auto", "transformers"),
+        ("Starcoder2ForCausalLM", "auto", "transformers"),
         ("LlamaForCausalLM", "auto", "asyncllm"),
         ("LlamaForCausalLM", "transformers", "transformers"),
     ):
@@ -241,8 +244,8 @@ def test_doctor_names_the_implementation(tmp_path: Path) -> None:
 
 
 def test_what_asyncllm_has_not_is_refused_where_it_is_asked_for(tmp_path: Path) -> None:
-    write(tmp_path, "Cohere2ForCausalLM")
-    with pytest.raises(ModelLoadError, match="'Cohere2ForCausalLM' is not supported"):
+    write(tmp_path, "Starcoder2ForCausalLM")
+    with pytest.raises(ModelLoadError, match="'Starcoder2ForCausalLM' is not supported"):
         EngineArgs(str(tmp_path), model_impl="asyncllm").create_engine_config()
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
+    CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     Gemma2Config,
@@ -147,6 +149,11 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "granite": GraniteConfig(
         **SHAPE, embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.4,
         attention_multiplier=0.2,
+    ),
+    "cohere": CohereConfig(**SHAPE, **PAD, logit_scale=0.3, attention_bias=True),
+    "cohere-head-norms": CohereConfig(**SHAPE, **PAD, use_qk_norm=True, logit_scale=1.5),
+    "cohere2": Cohere2Config(
+        **SHAPE, **PAD, logit_scale=0.7, sliding_window=8, layer_types=LAYER_TYPES
     ),
     "olmo2": Olmo2Config(**SHAPE, **PAD),
     "olmo3": Olmo3Config(

@@ -11,10 +11,12 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 from openai import AsyncOpenAI
 from safetensors.torch import load_file, save_file
 
 from asyncllm import AsyncLLMEngine
+from asyncllm.model_config import ModelConfig, resolve_model_path
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.lora import load_modules
 from tests.engine.adapter_files import write_tiny_adapter
@@ -183,6 +185,32 @@ def _unknown_target(folder: Path) -> None:
     )
 
 
+def _with(folder: Path, name: str, tensor: torch.Tensor) -> None:
+    file = folder / "adapter_model.safetensors"
+    save_file(load_file(file) | {f"base_model.model.{name}": tensor}, file)
+
+
+def _whole_without_room(folder: Path) -> None:
+    hf = ModelConfig.from_folder(resolve_model_path("tiny")).hf_config
+    _with(folder, "model.embed_tokens.weight", torch.ones(hf.vocab_size, hf.hidden_size))
+
+
+def _whole_of_a_new_vocabulary(folder: Path) -> None:
+    _with(folder, "model.embed_tokens.weight", torch.ones(3, 5))
+
+
+def _norm(folder: Path) -> None:
+    _with(folder, "model.norm.weight", torch.ones(3))
+
+
+def _magnitudes_of_an_embedding(folder: Path) -> None:
+    _with(folder, "model.embed_tokens.lora_magnitude_vector", torch.ones(3))
+
+
+def _misshapen_magnitudes(folder: Path) -> None:
+    _with(folder, "model.layers.0.self_attn.q_proj.lora_magnitude_vector", torch.ones(3))
+
+
 def _change(folder: Path, part: str, change: Any) -> None:
     file = folder / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -202,6 +230,11 @@ def _change(folder: Path, part: str, change: Any) -> None:
         (_not_a_number, "q_proj.lora_B.weight holds NaN"),
         (_half_a_pair, "has no lora_B"),
         (_unknown_target, "the model has no linear layer model.layers.0.self_attn.z_proj"),
+        (_whole_without_room, "start with --lora-modules-to-save embed_tokens"),
+        (_whole_of_a_new_vocabulary, "model.embed_tokens.weight has shape [3, 5], the model needs"),
+        (_norm, "model.norm.weight: the model has no linear layer model.norm"),
+        (_magnitudes_of_an_embedding, "embed_tokens.lora_magnitude_vector: DoRA of embeddings"),
+        (_misshapen_magnitudes, "q_proj.lora_magnitude_vector has shape [3], the model needs"),
     ],
 )
 def test_dynamic_lora_invalid_files(tmp_path: Path, spoil: Any, words: str) -> None:
@@ -222,9 +255,7 @@ def test_dynamic_lora_invalid_files(tmp_path: Path, spoil: Any, words: str) -> N
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        ("use_dora", True),
         ("trainable_token_indices", [1]),
-        ("modules_to_save", ["lm_head"]),
         ("peft_type", "IA3"),
     ],
 )
@@ -235,6 +266,27 @@ def test_what_is_not_served_is_refused_by_name(tmp_path: Path, setting: str, val
         async with adapters_served(tmp_path) as server:
             status, error = await server.post(LOAD, {"lora_name": "it", "lora_path": str(adapter)})
             assert status == 400 and f"{setting} {value!r}" in error["error"]["message"]
+
+    run(test())
+
+
+def test_dora_needs_its_magnitudes(tmp_path: Path) -> None:
+    adapter = write_tiny_adapter(tmp_path / "it", use_dora=True)
+
+    async def test() -> None:
+        async with adapters_served(tmp_path) as server:
+            status, error = await server.post(LOAD, {"lora_name": "it", "lora_path": str(adapter)})
+            assert status == 400 and "no lora_magnitude_vector" in error["error"]["message"]
+
+    run(test())
+
+
+def test_room_for_what_the_model_does_not_have() -> None:
+    engine = AsyncLLMEngine(MODEL, enable_lora=True, lora_modules_to_save=["norm"], **ENGINE)
+
+    async def test() -> None:
+        with pytest.raises(ValueError, match=r"lora_modules_to_save: the model has no .* 'norm'"):
+            await engine.start()
 
     run(test())
 

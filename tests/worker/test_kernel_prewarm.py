@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
@@ -20,14 +21,19 @@ from asyncllm.config import EngineArgs
 from asyncllm.kernels import registry
 from asyncllm.kernels.declaration import Start
 from asyncllm.kernels.records import HeadNorm
+from asyncllm.models.registry import build_model
+from asyncllm.worker import kernel_prewarm
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.kernel_prewarm import KernelPrewarm, early_start
+from asyncllm.worker.memory import forward_without_attention
 from asyncllm.worker.slot_changes import RECORD_WORDS
+from tests.models.tiny_checkpoints import CONFIGS, random_reference
 from tests.waiting import PATIENCE_SECONDS
 
 CUDA = torch.device("cuda")  # that no launch here asks for
 CPU = torch.device("cpu")
 KERNELS = "asyncllm.kernels."
+CUDA_OPS = "asyncllm.models.layers.cuda_ops"
 
 
 def test_launches_run_side_by_side() -> None:
@@ -73,6 +79,18 @@ def test_a_launch_is_inference() -> None:
     early.begin(lambda: modes.append(torch.is_inference_mode_enabled()))
     early.wait()
     assert modes == [True]
+
+
+def test_what_is_begun_last_waits_for_what_was_begun_before() -> None:
+    events: list[str] = []
+    release = threading.Event()
+    early = KernelPrewarm(CUDA)
+    early.begin(lambda: (release.wait(PATIENCE_SECONDS), events.append("a variant")))
+    early.begin_last(lambda: events.append("a step of it"))
+    threading.Timer(0.05, release.set).start()
+    early.settle()
+    assert events == ["a variant", "a step of it"]
+    early.wait()
 
 
 def test_what_a_launch_raises_is_raised_after_all_have_ended() -> None:
@@ -207,6 +225,51 @@ def test_sampling_in_every_way_of_a_step(launched: Launched) -> None:
 
     assert sampled(half) == [(half, False), (half, True), (single, False), (single, True)]
     assert sampled(single) == [(single, False), (single, True)]
+
+
+class Variants:
+    """In a kernel's place: notes of each launch what Triton compiles a variant for."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[Any, ...]] = set()
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **flags: self.seen.add((*map(_variant, args), *sorted(flags.items())))
+
+
+def _variant(given: Any) -> Any:
+    if torch.is_tensor(given):
+        return given.dtype, given.data_ptr() % 16 == 0
+    return (given == 1, given % 16 == 0) if isinstance(given, int) else type(given)
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "llama-mlp-bias", "llama-tied", "mistral", "qwen3"]
+)
+def test_the_first_step_of_one_row_finds_all_its_products(
+    family: str, launched: Launched, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And the prewarm compiles nothing besides."""
+    triton = sys.modules["triton"]
+    monkeypatch.setattr(triton, "cdiv", lambda a, b: -(-a // b))
+    monkeypatch.setattr(triton, "next_power_of_2", lambda n: 1 << (n - 1).bit_length())
+    monkeypatch.setattr(kernel_prewarm, "has_fast_ops", lambda device, dtype: True)
+    gemv = import_module(f"{KERNELS}gemv.kernel")
+    monkeypatch.delitem(sys.modules, CUDA_OPS, raising=False)
+    random_reference(deepcopy(CONFIGS[family])).save_pretrained(tmp_path)
+    args = EngineArgs(str(tmp_path), dtype="bfloat16", skip_tokenizer_init=True)
+    config = args.create_engine_config()
+    early, steps = Variants(), Variants()
+    monkeypatch.setattr(gemv, "_gemv_kernel", early)
+    launch_all("gemv", early_start(config, CPU))
+    monkeypatch.setattr(gemv, "_gemv_kernel", steps)
+    ops = import_module(CUDA_OPS).CudaOps(CPU)
+    model = build_model(config.model, torch.bfloat16, CPU, ops, 64)
+    with torch.inference_mode():
+        model.compute_logits(forward_without_attention(model, 1, CPU))
+    del sys.modules[CUDA_OPS]
+    assert early.seen == steps.seen
+    assert len(early.seen) >= 3
 
 
 def test_every_triton_kernel_that_can_be_is_prewarmed(launched: Launched) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import uvloop
 
-from asyncllm.child_process import parent_socket
+from asyncllm.child_process import given_socket
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.data_parallel import wire
 from asyncllm.engine.data_parallel.connection import Connection
@@ -190,4 +190,4 @@ async def serve(connected: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(parent_socket()))
+    uvloop.run(serve(given_socket()))

@@ -166,8 +166,5 @@ def _spans(token_ids: Sequence[int], key: bytes) -> Iterator[int]:
 
 
 def _ranks(mask: int) -> Iterator[int]:
-    """The set bits, ascending."""
-    while mask:
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low
+    """The set bits, ascending. Of a thousand this is quicker than arithmetic with the mask."""
+    return (rank for rank, bit in enumerate(reversed(bin(mask))) if bit == "1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -32,7 +33,9 @@ class EngineProcess:
 
     async def connect(self) -> None:
         """Start it, in this thread: it ends with the thread that started it. Raises `OSError`."""
-        self._process, ours = start_child(MODULE, self._environment)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = start_child(MODULE, self._environment, theirs)
         loop = asyncio.get_running_loop()
         await loop.create_unix_connection(lambda: self.connection, sock=ours)
 

@@ -10,23 +10,17 @@ Sums are in float32. The same for 2 to 16 rows made whole steps slower (docs/log
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 
+from asyncllm.kernels.declaration import RowProduct, Start
+from asyncllm.kernels.gemv.tiles import Tiles, choose_tiles, num_squares
 from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
 from asyncllm.kernels.records import Norm, Normed
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """features: outputs per program; block: columns of the weights at a time."""
-
-    features: int
-    block: int
-    num_warps: int
 
 
 @triton.jit
@@ -135,22 +129,10 @@ def gemv_add_norm(
 ) -> Normed:
     """`Ops.add_linear` of one row."""
     tiles = choose_tiles(weight.shape[1], gated=False, adds=True)
-    num_programs = triton.cdiv(weight.shape[0], tiles.features)
-    squares = residual.new_empty((1, num_programs), dtype=torch.float32)
+    squares = residual.new_empty((1, num_squares(weight)), dtype=torch.float32)
     scaled = torch.empty_like(residual)
     _launch(tiles, Normed(x), weight, bias, norm, residual, scaled, squares, gated=False)
     return Normed(scaled, squares, norm.eps)
-
-
-def choose_tiles(in_features: int, gated: bool, adds: bool) -> Tiles:
-    """By sweeps on an H200, weights from memory (docs/log/gemm.md)."""
-    if gated:
-        return Tiles(1, 4096, 8) if in_features >= 4096 else Tiles(2, 1024, 2)
-    if in_features < 4096:
-        return Tiles(4, 512, 2)
-    if not adds:
-        return Tiles(8, 512, 2)
-    return Tiles(8, 1024, 4) if in_features < 8192 else Tiles(4, 1024, 4)
 
 
 def _launch(
@@ -174,3 +156,25 @@ def _launch(
         SQUARES=triton.next_power_of_2(num_squares) if num_squares else 0,
         num_warps=tiles.num_warps, **launch_flags(out.device),
     )  # fmt: skip
+
+
+def prewarm(start: Start) -> Iterator[Callable[[], object]]:
+    """Each a second of compiling, one after the other were the first step of one row."""
+    yield from (partial(_multiply_zeros, start, product) for product in start.row_products)
+
+
+def _multiply_zeros(start: Start, product: RowProduct) -> None:
+    def zeros(*shape: int, dtype: torch.dtype = start.dtype) -> torch.Tensor:
+        return start.zeros(*shape, dtype=dtype)
+
+    features = product.out_features
+    rows = 2 * features if product.gated else features
+    weight = zeros(rows, product.in_features)
+    bias = zeros(rows) if product.has_bias else None
+    squares = zeros(1, product.squares, dtype=torch.float32) if product.squares else None
+    x = Normed(zeros(1, product.in_features), squares, 1.0)
+    if product.norm_dtype is None:
+        gemv(x, weight, bias, product.gated)
+    else:
+        norm = Norm(zeros(features, dtype=product.norm_dtype), 1.0)
+        gemv_add_norm(x.values, weight, bias, zeros(1, features), norm)

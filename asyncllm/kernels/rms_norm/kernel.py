@@ -29,7 +29,8 @@ MANY_ROWS = 128  # more than skinny_gemm takes
 @triton.jit
 def _norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, CENTERED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A row to a program. ADD: of the sum with the residual, which becomes the sum."""
     column = tl.arange(0, BLOCK)
@@ -49,6 +50,8 @@ def _norm_kernel(
         rounded = x.to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + at, rounded, inside)
         x = rounded.to(tl.float32)
+    if CENTERED:
+        x = tl.where(inside, x - tl.sum(x, axis=0) / SIZE, 0.0)
     factor = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
     normed = x * factor * weight.to(tl.float32)
     tl.store(out_ptr + at, normed.to(out_ptr.dtype.element_ty), inside)
@@ -100,7 +103,7 @@ def _launch_norm(
     block = triton.next_power_of_2(x.shape[1])
     _norm_kernel[(x.shape[0],)](
         x, residual, norm.weight, out, norm.eps,
-        SIZE=x.shape[1], BLOCK=block, ADD=residual is not None,
+        SIZE=x.shape[1], BLOCK=block, ADD=residual is not None, CENTERED=norm.centered,
         num_warps=max(1, min(block // COLUMNS_PER_WARP, MAX_NORM_WARPS)),
         **launch_flags(x.device),
     )  # fmt: skip

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from asyncllm.child_process import parent_socket
+from asyncllm.child_process import given_socket
 from asyncllm.config import EngineConfig
 from asyncllm.errors import LoRALoadError
 from asyncllm.frames import Frames
@@ -149,4 +149,4 @@ class Follower:
 
 
 if __name__ == "__main__":
-    Follower(parent_socket()).run()
+    Follower(given_socket()).run()

@@ -83,7 +83,8 @@ class WorkerGroup:
         self.failure: str | None = None
         self._lost_rank: int | None = None
         self._on_failure: Callable[[str], object] = lambda reason: None
-        listener = listen(config.cluster.address, 0)
+        self._host = self._ranks[0].host
+        listener = listen(self._host, 0)
         self._address = listener.getsockname()[:2]
         self._store = open_store(config.mesh.size, listener)
         self._thread = PeerThread(self._start, self._received, self._lost, self._tick)
@@ -95,9 +96,7 @@ class WorkerGroup:
         for progress in self._progress.values():
             progress.joins.result()
         device = torch.device(self._config.device)
-        self._mesh = CollectiveMesh(
-            self._config.mesh, self._store, self._config.cluster.address, device
-        )
+        self._mesh = CollectiveMesh(self._config.mesh, self._store, self._host, device)
         return self._mesh
 
     def wait_ready(self, num_pages: int) -> None:
@@ -289,10 +288,14 @@ def find_ranks(config: EngineConfig, is_cancelled: Callable[[], bool]) -> list[R
     """Who has the ranks beyond the first. Those that join are waited for before others start.
     Raises `OSError`, `ValueError`."""
     mesh, cluster = config.mesh, config.cluster
+    if cluster.backend == "ray":
+        from asyncllm.worker.ranks.ray_ranks import RayRanks  # an extra's library is behind it
+
+        return [RayRanks(config, range(1, mesh.size), cluster.address, is_cancelled)]
+    host = cluster.address or "127.0.0.1"
     num_own = mesh.size // cluster.nnodes
     found: list[Ranks] = []
     if num_own < mesh.size:
         secret, numbers = read_secret(cluster.secret_file), range(num_own, mesh.size)
-        address = cluster.address, cluster.port
-        found.append(JoinedRanks(address, secret, numbers, is_cancelled))
-    return [*found, ChildRanks(config, range(1, num_own))]
+        found.append(JoinedRanks((host, cluster.port), secret, numbers, is_cancelled))
+    return [*found, ChildRanks(config, range(1, num_own), host)]

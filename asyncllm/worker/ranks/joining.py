@@ -40,6 +40,7 @@ class JoinedRanks:
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._secret = secret
         self.numbers = numbers
+        self.host = self.address[0]
         self._is_cancelled = is_cancelled
         self._names: dict[int, str] = {}  # of ranks that have joined, or are about to
         self._joined: dict[int, socket.socket] = {}

@@ -23,6 +23,7 @@ class Ranks(Protocol):
     """Ranks beyond the first, wherever they run."""
 
     numbers: Sequence[int]
+    host: str  # rank 0's address, as they and rank 0 itself reach it
 
     def start(self) -> dict[int, socket.socket]:
         """A connection to each. Called once, in the thread that serves the connections."""
@@ -40,8 +41,9 @@ class Ranks(Protocol):
 class ChildRanks:
     """Implements `Ranks`."""
 
-    def __init__(self, config: EngineConfig, numbers: Sequence[int]) -> None:
+    def __init__(self, config: EngineConfig, numbers: Sequence[int], host: str) -> None:
         self.numbers = numbers
+        self.host = host
         self._config = config
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -49,8 +51,10 @@ class ChildRanks:
         """Raises `OSError`."""
         sockets = {}
         for rank in self.numbers:
-            started = start_child(FOLLOWER, _environment(self._config, rank))
-            self._processes[rank], sockets[rank] = started
+            sockets[rank], theirs = socket.socketpair()
+            with theirs:
+                environment = _environment(self._config, rank)
+                self._processes[rank] = start_child(FOLLOWER, environment, theirs)
         return sockets
 
     def why_lost(self, rank: int) -> str | None:

@@ -1,0 +1,42 @@
+"""Cohere: attention and feed-forward beside each other, layer norms, neighbours rotate. And
+Cohere 2, whose layers with a window rotate, and those without know no positions.
+"""
+
+from __future__ import annotations
+
+from asyncllm.model_config import ModelConfig
+from asyncllm.models.decoder import DecoderSpec, DenseDecoder, NormNames
+from asyncllm.models.layers.attention import AttentionSpec
+from asyncllm.models.layers.build import Build
+from asyncllm.models.layers.rotary import build_rotary, no_rotary
+from asyncllm.models.supported import head_order, layer_windows
+
+
+def build_cohere(config: ModelConfig, build: Build) -> DenseDecoder:
+    """Command R, R7B (which is Cohere 2), R+ (whose heads have norms), Aya."""
+    hf, order = config.hf_config, head_order(config, interleaved=True)
+    rotary = build_rotary(config, build, order)
+    windows: tuple[int | None, ...] = (None,) * config.num_layers
+    rotaries, has_head_norms = (rotary,) * config.num_layers, False
+    if hf.model_type == "cohere2":
+        windows, unrotated = layer_windows(config), no_rotary(config.head_dim, build)
+        rotaries = tuple(unrotated if window is None else rotary for window in windows)
+    else:
+        has_head_norms = hf.use_qk_norm
+    bias = hf.attention_bias
+    spec = DecoderSpec(
+        windows=windows,
+        rotaries=rotaries,
+        attention=AttentionSpec(
+            qkv_bias=bias,
+            output_bias=bias,
+            qk_norm="own" if has_head_norms else None,
+            order=order,
+        ),
+        norms=NormNames(before_feed_forward=None),
+        norm_offset=0.0,  # they multiply by their weights before they round
+        norm_centered=True,
+        is_parallel=True,
+        logit_scale=hf.logit_scale,
+    )
+    return DenseDecoder(config, spec, build)

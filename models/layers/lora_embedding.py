@@ -1,0 +1,63 @@
+"""The adapters of an embedding: a row of `a` for each token id, as peft's lora_embedding_A has a
+column, and where slots have room for it a matrix in the place of the base's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from asyncllm.models.layers.lora import ALL, LoRALayers, Place, WeightPart
+
+
+class LoRAEmbedding:
+    """weight: the base's, of the `tokens` that this rank has, and perhaps rows of nothing. Whole
+    matrices are shared by ranks as it is; low-rank ones each rank has."""
+
+    def __init__(
+        self,
+        owner: LoRALayers,
+        name: str,
+        vocab_size: int,
+        weight: torch.Tensor,
+        tokens: slice,
+        scale: float,
+    ) -> None:
+        self._owner, self._name, self._scale = owner, name, scale
+        self._weight, self._tokens = weight, tokens
+        size = weight.shape[1]
+        low_rank = (vocab_size, owner.max_rank), (size, owner.max_rank)
+        self.shapes: list[tuple[int, ...]] = [*low_rank]
+        if owner.has_whole(name):
+            self.shapes += [(1,), tuple(weight.shape)]
+
+    def bind(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._a, self._b, *self._whole = tensors
+
+    def places(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[str, Place]]:
+        a, b, *whole = tensors
+        is_whole, its = whole or (None, None)
+        rows = torch.arange(len(a))[self._tokens]
+        its = None if its is None else its[: len(rows)]
+        weight = WeightPart((len(a), len(b)), rows, ALL, self._weight, its, is_whole)
+        yield self._name, Place(len(a), len(b), a.T, b, weight=weight)
+
+    def replace(self, vectors: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """vectors [T, size], which the weight has in these rows: those of the tokens' adapters."""
+        slots = self._owner.row_slots
+        if slots is None or not self._whole:
+            return vectors
+        is_there, weight = self._whole
+        return torch.where(is_there[slots.long()] != 0, weight[slots.long(), rows.long()], vectors)
+
+    def add(self, vectors: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """vectors [T, size] of token_ids [T], with the tokens' deltas, in place."""
+        slots = self._owner.row_slots
+        if slots is None:
+            return vectors
+        shrunk = self._a[slots.long(), token_ids.long()]  # [T, max_rank]
+        mine = F.one_hot(slots.long(), len(self._a)).to(shrunk.dtype)  # [T, slots]
+        by_slot = (mine.unsqueeze(2) * shrunk.unsqueeze(1)).flatten(1)
+        b = self._b.transpose(1, 2).flatten(0, 1)  # [slots * max_rank, size]
+        return vectors.addmm_(by_slot, b, alpha=self._scale)
