@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,7 +129,9 @@ class _Plan:
             id(parameter) for module in model.modules() for parameter in module._parameters.values()
         )
         text = model.config.get_text_config(decoder=True)
-        self._num_heads = getattr(text, "num_attention_heads", None)
+        self._num_heads: int | None = None
+        with suppress(Exception):  # of the library's own kinds, where layers differ
+            self._num_heads = text.num_attention_heads
         self._kv_heads = {  # before k_proj is divided
             child: module.k_proj.out_features // head_dim
             for module in model.modules()
@@ -201,7 +204,7 @@ class _Plan:
                 heads, dim = self._mesh.kv_share(num_kv_heads), size // num_kv_heads
                 return (slice(heads.start * dim, heads.stop * dim),)
             if self._num_heads is None:
-                raise self._refusal("has no num_attention_heads")
+                raise self._refusal("has no num_attention_heads of all layers")
             self._mesh.share(self._num_heads, "num_attention_heads")
         if not style.startswith("packed"):
             return (self._mesh.share(size, f"the size of {name}"),)

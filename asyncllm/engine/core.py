@@ -7,6 +7,8 @@ of either. All of it is the loop's.
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -17,6 +19,25 @@ from asyncllm.engine.stats import AbortCause, SchedulerStats
 from asyncllm.lora import LoRARequest
 from asyncllm.mesh_config import RankStats
 from asyncllm.worker.work_counts import WorkCounts
+
+MAX_RESTARTS = 3
+RESTART_WINDOW_SECONDS = 600.0
+
+
+class Restarts:
+    """Starts in place of what was lost. More than MAX_RESTARTS in RESTART_WINDOW_SECONDS say that
+    another one does not help."""
+
+    def __init__(self) -> None:
+        self._starts: deque[float] = deque()
+
+    def may_start(self) -> bool:
+        """Whether another one is within the limit; it is counted."""
+        now = time.monotonic()
+        while self._starts and self._starts[0] < now - RESTART_WINDOW_SECONDS:
+            self._starts.popleft()
+        self._starts.append(now)
+        return len(self._starts) <= MAX_RESTARTS
 
 
 class Replica(Protocol):

@@ -56,10 +56,17 @@ class CoreLoader:
             raise
         try:
             inputs = InputProcessor(config, await text, worker.memory.max_model_len)
-            return EngineCore(config, worker, inputs, self._recorder, self._stat_loggers)
+            # Ranks that others have started do not come back by our doing.
+            is_ours = config.cluster.nnodes == 1 and config.cluster.backend == "mp"
+            reload = self._reload if worker.group is not None and is_ours else None
+            return EngineCore(config, worker, inputs, self._recorder, self._stat_loggers, reload)
         except BaseException:
             worker.close()
             raise
+
+    async def _reload(self) -> Worker:
+        """In place of one that has lost a rank."""
+        return await self._load_worker(False, Future())
 
     async def join(self) -> None:
         """Until no thread is left, nor a worker that nobody waited for."""

@@ -4,7 +4,8 @@
 
 Who is live, and how each request ends, is in `LiveRequests`. A step that fails ends the requests
 that had begun, each with an error, and the engine goes on; if the device is lost with it, the
-engine is dead and says so.
+engine is dead and says so. With a rank all of the ranks' worker is lost: all requests end with an
+error, and another worker is started, a few times; until it is there the engine refuses requests.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 import logging
 import math
 import time
+from collections.abc import Awaitable, Callable
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -23,7 +25,7 @@ from asyncllm.engine.arrival import Submission
 from asyncllm.engine.beam_search import BeamSearchClient
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
-from asyncllm.engine.core import Replica
+from asyncllm.engine.core import Replica, Restarts
 from asyncllm.engine.engine_steps import EngineSteps
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.live_requests import LiveRequests
@@ -54,7 +56,9 @@ class EngineCore:
         input_processor: InputProcessor,
         recorder: Recorder,
         stat_loggers: list[StatLogger],
+        reload: Callable[[], Awaitable[Worker]] | None = None,
     ) -> None:
+        """reload: makes a worker in place of one that has lost a rank; None: there is no rank."""
         self.worker, self.work = worker, worker.work
         self.input_processor = input_processor
         self.recorder = recorder
@@ -84,12 +88,13 @@ class EngineCore:
             stat_loggers,
             later=[input_processor.grammars.prepare] * 2,
         )
-        self.dead: str | None = None
+        self.dead: str | None = None  # or for now without a worker
+        self.changed: Callable[[bool], object] = lambda is_up: None  # whether it serves
+        self._reload, self._restarts = reload, Restarts()
+        self._closing: asyncio.Task[None] | None = None  # of the worker
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run(), name="asyncllm engine")
-        if worker.group is not None:
-            loop = asyncio.get_running_loop()
-            worker.group.on_failure(lambda why: loop.call_soon_threadsafe(self._lose_rank, why))
+        self._watch_ranks()
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -177,7 +182,10 @@ class EngineCore:
 
     @property
     def startup(self) -> dict[str, Any]:
-        """The settings that the start found, and its phases in seconds."""
+        """The settings that the start found, and its phases in seconds. Raises `EngineDeadError`
+        where there is no worker for now."""
+        if self._closing is not None:
+            raise EngineDeadError(str(self.dead))
         config, worker = self._config, self.worker
         return {
             "model": str(config.model.path),
@@ -256,17 +264,73 @@ class EngineCore:
         except Exception as lost:
             self._die(f"the device is lost: {lost}")
 
-    def _lose_rank(self, reason: str) -> None:
-        """The rank's part of every page is gone. No step may wait for it any more."""
-        self._task.cancel()
-        self._die(reason)
-
     def _die(self, reason: str) -> None:
-        if self.dead is None:
+        if not self.failed.done():
             logger.critical("%s", reason)
             self.dead = reason
             self.live.fail_all(reason)
             self.failed.set_result(reason)
+
+    # --- ranks that are lost -----------------------------------------------------------------
+
+    def _watch_ranks(self) -> None:
+        if (group := self.worker.group) is not None:
+            loop = asyncio.get_running_loop()
+            group.on_failure(lambda why: loop.call_soon_threadsafe(self._lose_rank, why))
+
+    def _lose_rank(self, reason: str) -> None:
+        """The rank's part of every page is gone. No step may wait for it any more."""
+        if self.dead is not None:
+            return
+        self._task.cancel()
+        if self._reload is None or not self._restarts.may_start():
+            self._die(reason)
+            return
+        logger.error("%s; the ranks are started again", reason)
+        self.dead = f"{reason}; the ranks are being started again"
+        self.live.fail_all(self.dead)
+        self.changed(False)
+        self._task = asyncio.create_task(self._restart(self._task, self._reload, reason))
+
+    async def _restart(
+        self, steps: asyncio.Task[None], reload: Callable[[], Awaitable[Worker]], reason: str
+    ) -> None:
+        try:
+            await asyncio.wait([steps])
+            if self.adapters is not None:  # who waits for one hears of it
+                await self.adapters.close()
+            await asyncio.shield(self._close_worker())
+            await self._adopt(await reload())
+        except Exception as error:
+            logger.exception("the ranks cannot be started again")
+            self._die(f"{reason}; and then: {error}")
+            return
+        logger.warning("all ranks serve again")
+        self.dead = None
+        self.changed(True)
+        await self._run()
+
+    async def _adopt(self, worker: Worker) -> None:
+        """Serve by another worker, whose pages are empty, with the adapters that there were.
+        Raises `ValueError` where it holds less than clients have been told."""
+        self.worker = self.steps.worker = worker
+        self.work, self._closing = worker.work, None
+        if worker.memory.max_model_len < self.input_processor.max_model_len:
+            raise ValueError(f"its max_model_len is {worker.memory.max_model_len}")
+        self.steps.reset()
+        scheduler = self._new_scheduler(self.live.scheduler.stats())
+        self.live.restart(scheduler, "the ranks were started again", keep_queued=False)
+        if self.adapters is not None and worker.adapters is not None:
+            before, self.adapters = self.adapters, AdapterManager(worker.adapters)
+            for request in before.requests:
+                await self.adapters.add(request)
+        self._watch_ranks()
+
+    def _close_worker(self) -> asyncio.Task[None]:
+        """Once, whoever asks for it."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(in_own_thread(self.worker.close))
+        return self._closing
 
     def _new_scheduler(self, totals: SchedulerStats) -> Scheduler:
         config, memory, states = self._config, self.worker.memory, None
@@ -302,4 +366,4 @@ class EngineCore:
         self.input_processor.close()
         self.watchdog.close()
         await self.steps.close()
-        await in_own_thread(self.worker.close)
+        await self._close_worker()

@@ -53,7 +53,7 @@ class EngineSteps:
         stat_loggers: list[StatLogger],
         later: Iterable[Callable[[], None]] = (),
     ) -> None:
-        self._worker = worker
+        self.worker = worker
         self._live = live
         self._watchdog = watchdog
         self._recorder = recorder
@@ -93,7 +93,7 @@ class EngineSteps:
         """
         now = time.monotonic()
         until = now + self.clock.seconds_to_plan(now)
-        least = TIMER_SECONDS if self._worker.runs_on_host else 0.0
+        least = TIMER_SECONDS if self.worker.runs_on_host else 0.0
         while (seconds := until - time.monotonic()) > least:  # noqa: ASYNC110
             await asyncio.sleep(max(seconds - TIMER_SECONDS, 0))
 
@@ -110,7 +110,7 @@ class EngineSteps:
 
     def launch(self, plan: StepPlan) -> Launched:
         start = time.monotonic()
-        launched = self._worker.launch(plan)
+        launched = self.worker.launch(plan)
         now = time.monotonic()
         self.clock.launched(launched, now - self._plan_started)
         self._host_seconds["launch"] += now - start
@@ -126,7 +126,7 @@ class EngineSteps:
         assert isinstance(launched, HostStep)
         loop, filling = asyncio.get_running_loop(), asyncio.Event()
         masks, begun = (
-            self._worker.token_masks.host,
+            self.worker.token_masks.host,
             partial(loop.call_soon_threadsafe, filling.set),
         )
         work = loop.run_in_executor(
@@ -149,7 +149,7 @@ class EngineSteps:
         start = time.monotonic()
         self._watchdog.step_done()
         self._pending_emit = plan
-        end_without_token(plan, result, self._live, self._worker)
+        end_without_token(plan, result, self._live, self.worker)
         for row, error in result.failures.items():
             self._live.fail_sequence(plan.sampled[row], "its logits processor failed", error)
         self._live.take(plan, result)
@@ -210,10 +210,10 @@ class EngineSteps:
     async def _stays_quiet(self) -> bool:
         """Until nothing is left for later; false if a request arrives before."""
         patience = QUIET_SECONDS
-        while self._worker.num_pending_graphs:
+        while self.worker.num_pending_graphs:
             if not await self._is_quiet_for(patience):
                 return False
-            self._worker.command(CaptureGraph())
+            self.worker.command(CaptureGraph())
             patience = PAUSE_SECONDS
         while self._later:
             if not await self._is_quiet_for(LONG_QUIET_SECONDS):

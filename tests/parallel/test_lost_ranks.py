@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
+import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,12 +24,15 @@ from typing import Any
 
 import pytest
 
-from asyncllm import AsyncLLMEngine, SamplingParams
+from asyncllm import AsyncLLMEngine, LoRARequest, RequestOutput, SamplingParams
+from asyncllm.engine.core import MAX_RESTARTS
 from asyncllm.errors import EngineDeadError, ModelLoadError, RequestFailedError
+from asyncllm.model_config import resolve_model_path
 from asyncllm.worker.packed_step import padding_prompt
 from asyncllm.worker.ranks import group
 from asyncllm.worker.ranks.group import WorkerGroup
 from asyncllm.worker.ranks.messages import Kind
+from tests.engine.adapter_files import write_tiny_adapter
 from tests.parallel.engines import SMALL, Ask, expect_same, followers, greedy
 from tests.server.process import served
 from tests.waiting import PATIENCE_SECONDS, run, until
@@ -53,11 +59,28 @@ async def expect_all_end(engine: AsyncLLMEngine, reason: str) -> None:
         with pytest.raises((RequestFailedError, EngineDeadError)):
             await each
     assert time.monotonic() - start < ENDS_WITHIN_SECONDS
-    assert reason in await asyncio.wait_for(engine.wait_failed(), ENDS_WITHIN_SECONDS)
-    health = engine.health()
-    assert health is not None and "rank 1 of 2" in health and reason in health
-    with pytest.raises(EngineDeadError):
+    await expect_lost(engine, f"rank 1 of 2 failed: {reason}")
+
+
+async def expect_lost(engine: AsyncLLMEngine, reason: str) -> None:
+    """It says so, and refuses requests; then the ranks are there again, and answer as before."""
+    async with asyncio.timeout(ENDS_WITHIN_SECONDS):
+        while reason not in (engine.health() or ""):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    with pytest.raises(EngineDeadError, match="the ranks are being started again"):
         await engine.generate("Once", LONG)
+    await until(lambda: engine.health() is None)
+    assert len(followers()) == 1
+    engine.check_idle()
+    engine.check_integrity()
+    asks = [Ask("Once upon a time", greedy(12)), Ask("The dog", greedy(5))]
+    expected = await answers_of_one_rank(asks)
+    expect_same(await asyncio.gather(*(engine.generate(*ask) for ask in asks)), expected)
+
+
+async def answers_of_one_rank(asks: list[Ask]) -> list[RequestOutput]:
+    async with AsyncLLMEngine("tiny", **SMALL) as engine:
+        return [await engine.generate(*ask) for ask in asks]
 
 
 async def collect(engine: AsyncLLMEngine, prompt: str) -> None:
@@ -68,7 +91,10 @@ async def collect(engine: AsyncLLMEngine, prompt: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "reason"),
-    [(signal.SIGKILL, "ended with -9"), (signal.SIGSTOP, "has not answered for 3 s")],
+    [
+        (signal.SIGKILL, "its process ended with -9"),
+        (signal.SIGSTOP, "it has not answered for 3 s"),
+    ],
 )
 @pytest.mark.parametrize("is_busy", [True, False])
 def test_a_rank_that_dies_or_stands_still(
@@ -81,7 +107,8 @@ def test_a_rank_that_dies_or_stands_still(
                 await expect_all_end(engine, reason)
             else:
                 os.kill(follower, number)
-                assert reason in await asyncio.wait_for(engine.wait_failed(), ENDS_WITHIN_SECONDS)
+                await expect_lost(engine, f"rank 1 of 2 failed: {reason}")
+            assert followers() != {follower}
 
     run(test())
 
@@ -91,8 +118,9 @@ def test_a_rank_that_waits_for_what_rank_0_does_not_do() -> None:
     async def test() -> None:
         async with engine_of_two(distributed_timeout_seconds=3) as (engine, _):
             group_of(engine).send_step(padding_prompt(3, SMALL["block_size"]))
-            failure = await asyncio.wait_for(engine.wait_failed(), ENDS_WITHIN_SECONDS)
-            assert "rank 1 of 2 failed: it gets no further with its work for 3 s" in failure
+            await expect_lost(
+                engine, "rank 1 of 2 failed: it gets no further with its work for 3 s"
+            )
 
     run(test())
 
@@ -112,7 +140,7 @@ def test_a_rank_that_is_told_of_a_step_twice() -> None:
                     send(frame)
 
             thread.send = send_one_twice  # type: ignore[method-assign]
-            await expect_all_end(engine, "of rank 0, where")
+            await expect_all_end(engine, "ValueError: message")
 
     run(test())
 
@@ -202,8 +230,7 @@ def test_a_step_that_fails_on_rank_0_ends_the_group(monkeypatch: pytest.MonkeyPa
             monkeypatch.setattr(runner, "_forward", fails)
             with pytest.raises(RequestFailedError, match="no step today"):
                 await engine.generate("Once", LONG)
-            await asyncio.wait_for(engine.wait_failed(), ENDS_WITHIN_SECONDS)
-            assert "of 2 failed" in (engine.health() or "")
+            await expect_lost(engine, "of 2 failed")
 
     run(test())
 
@@ -213,8 +240,7 @@ def test_what_a_rank_does_not_understand_ends_it() -> None:
     async def test() -> None:
         async with engine_of_two() as (engine, _):
             group_of(engine).send(Kind.READY, "what")
-            failure = await asyncio.wait_for(engine.wait_failed(), ENDS_WITHIN_SECONDS)
-            assert "rank 1 of 2 failed: ValueError: rank 0 said" in failure
+            await expect_lost(engine, "rank 1 of 2 failed: ValueError: rank 0 said")
 
     run(test())
 
@@ -245,11 +271,64 @@ def test_ctrl_c_reaches_the_server_alone() -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_loses_a_rank_ends_with_an_error() -> None:
-    with served("--tensor-parallel-size", "2", "--max-num-seqs", "4") as server:
-        (follower,) = followers(server.process.pid)
-        os.kill(follower, signal.SIGKILL)
+def test_a_rank_that_is_lost_again_and_again() -> None:
+    """Also while the engine is closed, and with adapters, which are read again."""
+
+    async def test() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            lora = LoRARequest("a", lora_path=write_tiny_adapter(Path(folder)))
+            ask = Ask("Once upon a time", greedy(8))
+            async with engine_of_two(enable_lora=True) as (engine, _):
+                expected = await engine.generate(*ask, lora_request=lora)
+                for _ in range(MAX_RESTARTS):
+                    os.kill(*followers(), signal.SIGKILL)
+                    await until(lambda: engine.health() is not None)
+                    await until(lambda: engine.health() is None)
+                    assert engine.find_lora("a") == lora
+                expect_same([await engine.generate(*ask, lora_request=lora)], [expected])
+                os.kill(*followers(), signal.SIGKILL)
+                reason = await asyncio.wait_for(engine.wait_failed(), ENDS_WITHIN_SECONDS)
+                assert reason == engine.health() == "rank 1 of 2 failed: its process ended with -9"
+                assert not followers()
+
+    run(test())
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_closed_while_its_ranks_start_again() -> None:
+    async def test() -> None:
+        async with AsyncLLMEngine("tiny", **SMALL | {"tensor_parallel_size": 2}) as engine:
+            os.kill(*followers(), signal.SIGKILL)
+            await until(lambda: engine.health() is not None)
+            await until(followers)
+        assert not followers()
+
+    run(test())
+
+
+@pytest.mark.slow
+def test_a_server_that_loses_a_rank_serves_again_or_ends_with_an_error(tmp_path: Path) -> None:
+    """/health says which rank is missing. Without the model's files there is no other start."""
+    model = tmp_path / "tiny"
+    shutil.copytree(resolve_model_path("tiny"), model)
+    ranks = ("--tensor-parallel-size", "2", "--max-num-seqs", "4")
+    with served(*ranks, model=str(model)) as server:
+        os.kill(*followers(server.process.pid), signal.SIGKILL)
+        run(until(lambda: "rank 1 of 2 failed: its process ended with -9" in health_of(server.url)))
+        run(until(lambda: health_of(server.url) == ""))
+        shutil.rmtree(model)
+        os.kill(*followers(server.process.pid), signal.SIGKILL)
         assert server.process.wait(PATIENCE_SECONDS) == 1
+
+
+def health_of(url: str) -> str:
+    """The reason it gives for being unwell; nothing where all is well."""
+    try:
+        with urllib.request.urlopen(f"{url}/health"):
+            return ""
+    except urllib.error.HTTPError as error:
+        assert error.code == 503
+        return error.read().decode()
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from asyncllm.engine.core import Adapters, Core, Replica
 from asyncllm.engine.data_parallel.adapters import GroupAdapters
 from asyncllm.engine.data_parallel.remote import RemoteCore
 from asyncllm.engine.data_parallel.router import Placement, Router
+from asyncllm.engine.engine_core import EngineCore
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.output_state import Sink
 from asyncllm.engine.stats import AbortCause, SchedulerStats
@@ -43,7 +44,7 @@ class EngineGroup:
         self._placed: dict[str, Placement] = {}  # by request id, from its placement to its end
         for rank, member in enumerate(members):
             member.failed.add_done_callback(partial(self._member_failed, rank))
-            if isinstance(member, RemoteCore):
+            if isinstance(member, EngineCore | RemoteCore):
                 member.changed = partial(self._member_changed, rank)
 
     # --- requests ----------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 The process is started here, told of requests, and watched: where it ends, or says nothing for
 `SILENCE_SECONDS`, its requests end with an error and it is started again, unless that has happened
-`MAX_RESTARTS` times in `RESTART_WINDOW_SECONDS`; then the engine has failed. What observers read
+as often as `Restarts` allows; then the engine has failed. What observers read
 are the records that it sends for each step, a turn of the loop after its tokens.
 """
 
@@ -12,11 +12,11 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncllm.engine.arrival import Submission
+from asyncllm.engine.core import Restarts
 from asyncllm.engine.data_parallel import wire
 from asyncllm.engine.data_parallel.remote_adapters import RemoteAdapters
 from asyncllm.engine.data_parallel.remote_requests import RemoteRequests
@@ -32,8 +32,6 @@ logger = logging.getLogger("asyncllm")
 
 SILENCE_SECONDS = 8.0  # of an engine that beats each second
 CHECK_SECONDS = 0.5
-MAX_RESTARTS = 3
-RESTART_WINDOW_SECONDS = 600.0
 
 
 class RemoteCore:
@@ -65,7 +63,7 @@ class RemoteCore:
         self._beat: wire.Beat | None = None
         self._down: str | None = "loading"  # why it has no process that serves
         self._process: EngineProcess | None = None
-        self._starts: deque[float] = deque()
+        self._restarts = Restarts()
         self._starting: asyncio.Future[None] | None = None  # until it is ready
         self._task: asyncio.Task[None] | None = None
 
@@ -98,7 +96,7 @@ class RemoteCore:
         while not self.failed.done():
             why = await self._until_lost()
             self._lose(why)
-            if self._may_restart():
+            if self._restarts.may_start():
                 logger.error("engine %d: %s; it is started again", self.rank, why)
                 try:
                     await self._restart()
@@ -129,13 +127,6 @@ class RemoteCore:
         if self.adapters is not None:
             self.adapters.lost(why)
         self._requests.lose(why)
-
-    def _may_restart(self) -> bool:
-        now = time.monotonic()
-        while self._starts and self._starts[0] < now - RESTART_WINDOW_SECONDS:
-            self._starts.popleft()
-        self._starts.append(now)
-        return len(self._starts) <= MAX_RESTARTS
 
     async def _restart(self) -> None:
         await self._start_process()

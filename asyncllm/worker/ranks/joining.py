@@ -68,7 +68,8 @@ class JoinedRanks:
                 connected.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """They are not this host's processes."""
+        """They are not this host's processes; nor does it wait for more."""
+        self._listener.close()
 
     # --- the loop of `start` -----------------------------------------------------------------
 

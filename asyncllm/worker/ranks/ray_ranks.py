@@ -81,15 +81,21 @@ class RayRanks:
         return self._joined.start()
 
     def why_lost(self, rank: int) -> str | None:
+        if not ray.is_initialized():
+            return "the application has left Ray"
         done, _ = ray.wait([self._tasks[rank]], timeout=1.0)
         return _end_of(done[0]) if done else None
 
     def kill(self) -> None:
         self._joined.kill()
-        for task in self._tasks.values():
-            ray.cancel(task, force=True)
+        if ray.is_initialized():  # else its tasks have ended; a call would begin another cluster
+            for task in self._tasks.values():
+                ray.cancel(task, force=True)
 
     def close(self) -> None:
+        self._joined.close()
+        if not ray.is_initialized():
+            return
         if tasks := [*self._tasks.values()]:
             _, running = ray.wait(tasks, num_returns=len(tasks), timeout=EXIT_SECONDS)
             for task in running:
@@ -116,7 +122,7 @@ class RayRanks:
                 raise ValueError(f"Ray gives rank 0 GPU {own}: set CUDA_VISIBLE_DEVICES={own}")
 
     def _bundles(self) -> list[int]:
-        """Of the ranks beyond the first: neighbours are on one host, the first on this one."""
+        """The ranks beyond the first: neighbours are on one host, the first on this one."""
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
         return sorted(range(1, len(nodes)), key=lambda i: (nodes[i] != nodes[0], nodes[i], i))
 
