@@ -23,7 +23,7 @@ from asyncllm.attention.base import AttentionLayer, Mixer, Rotation
 from asyncllm.kernels.recurrent.records import StateLayer
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import Load, TokenInputs
-from asyncllm.models.layers.attention import AttentionSpec
+from asyncllm.models.layers.attention import Attention, AttentionSpec
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.embedding import Embedding, LMHead
 from asyncllm.models.layers.latent_attention import LatentSpec
@@ -144,6 +144,11 @@ class DecoderLayer:
             size = hf.intermediate_size
             self.feed_forward = MLP(f"{name}.mlp", hf.hidden_size, size, spec.mlp, build)
         self._scale, self._is_parallel = spec.residual_scale, spec.is_parallel
+        first = None if spec.is_parallel else self.before_attention  # else it has two products
+        if first is not None and isinstance(self.attention, Attention):
+            first.feed(self.attention.qkv_proj.in_bytes)
+        if self.before_feed_forward is not None and isinstance(self.feed_forward, MLP):
+            self.before_feed_forward.feed(self.feed_forward.gate_up_proj.in_bytes)
 
     def __call__(
         self,

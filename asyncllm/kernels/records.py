@@ -121,12 +121,14 @@ class Norm:
     makes it a layer norm without bias.
 
     In the model's dtype the weight multiplies what was rounded to it, as Llama's does; in float32
-    before the rounding, as that of Gemma (which holds 1 + weight here) and OLMo.
+    before the rounding, as that of Gemma (which holds 1 + weight here) and OLMo. in_bytes: the
+    norm's only product takes many rows quantised, in this type, e4m3 or int8.
     """
 
     weight: torch.Tensor
     eps: float
     centered: bool = False
+    in_bytes: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,11 +139,14 @@ class Normed:
     norm needs no pass of its own: with `squares` the output is
 
         values * rsqrt(squares.sum(1, keepdim=True) / size + eps)
+
+    in_bytes: the values as `Norm.in_bytes`, and each row's scale, float32 [T, 1].
     """
 
     values: torch.Tensor
     squares: torch.Tensor | None = None  # float32 [T, parts], of the norm's input
     eps: float = 0.0
+    in_bytes: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def whole(self) -> torch.Tensor:
         """The output itself, for who does not apply the factor later."""

@@ -8,7 +8,14 @@ import torch.nn.functional as F
 from asyncllm.kernels.experts import kernel as experts_kernel
 from asyncllm.kernels.gemm.gemm_autotune import AutotunedGemm
 from asyncllm.kernels.gemv.kernel import gemv, gemv_add_norm
-from asyncllm.kernels.rms_norm.kernel import add_rms_norm, rms_norm, swiglu
+from asyncllm.kernels.quant_gemm.matrix import MOST_IN_16_BITS
+from asyncllm.kernels.rms_norm.kernel import (
+    add_rms_norm,
+    add_rms_norm_in_bytes,
+    rms_norm,
+    swiglu,
+    swiglu_in_bytes,
+)
 from asyncllm.kernels.route import kernel as route_kernel
 from asyncllm.kernels.skinny_gemm import SkinnyGemm
 from asyncllm.models.layers import torch_ops
@@ -42,6 +49,14 @@ class CudaOps:
     def swiglu(self, x: torch.Tensor, activation: Activation = SILU) -> torch.Tensor:
         return swiglu(x) if activation == SILU else torch_ops.swiglu(x, activation)
 
+    def swiglu_in_bytes(
+        self, x: torch.Tensor, activation: Activation, in_bytes: torch.dtype
+    ) -> Normed:
+        if activation != SILU or len(x) <= MOST_IN_16_BITS[in_bytes]:
+            return Normed(self.swiglu(x, activation))
+        values, made = swiglu_in_bytes(x, in_bytes)
+        return Normed(values, in_bytes=made)
+
     def experts(
         self,
         x: Normed,
@@ -61,6 +76,8 @@ class CudaOps:
         return chosen(logits, correction, routing)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> Normed:
+        if norm.in_bytes is not None and len(x) > MOST_IN_16_BITS[norm.in_bytes]:
+            return Normed(x, in_bytes=add_rms_norm_in_bytes(x, residual, norm))
         add_rms_norm(x, residual, norm)
         return Normed(x)
 

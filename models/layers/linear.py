@@ -78,6 +78,10 @@ class Linear:
         if self._lora is not None:
             self._lora.orders.update(rows)
 
+    @property
+    def in_bytes(self) -> torch.dtype | None:
+        return self._method.in_bytes(self.weights)
+
     def __call__(self, x: Normed) -> torch.Tensor:
         """The product: [T, in_features] -> [T, sum of the parts' features], and its adapters'. Of
         columns it is this rank's summand."""

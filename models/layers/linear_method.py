@@ -105,6 +105,10 @@ class LinearMethod(Protocol):
         """Repack what was loaded, in place: graphs hold its addresses. Again after a reload."""
         ...
 
+    def in_bytes(self, weights: Weights) -> torch.dtype | None:
+        """`Norm.in_bytes` of a norm whose only product this is."""
+        ...
+
     def product(self, weights: Weights, x: Normed) -> torch.Tensor:
         """[T, in_features] -> [T, out_features], a new tensor, with the bias where there is one."""
         ...
@@ -139,6 +143,9 @@ class UnquantizedLinearMethod:
 
     def finish(self, weights: Weights) -> None:
         """They are used as they lie in the checkpoint."""
+
+    def in_bytes(self, weights: Weights) -> torch.dtype | None:
+        return None
 
     def product(self, weights: Weights, x: Normed) -> torch.Tensor:
         return self.ops.product(x, weights["weight"], weights.get("bias"))

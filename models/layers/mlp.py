@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from asyncllm.models.base import Load
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.linear import Linear
-from asyncllm.models.layers.ops import SILU, Activation, AddRMSNorm, Normed, SwiGLU
+from asyncllm.models.layers.ops import SILU, Activation, AddRMSNorm, Normed, SwiGLU, SwiGLUInBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,10 @@ class MLP:
 
     def gated(self, x: Normed) -> Normed:
         """[T, hidden_size] -> [T, intermediate_size], what `down_proj` takes."""
-        return Normed(self.gate_up_proj.with_epilogue(x, self._gate))
+        in_bytes = self.down_proj.in_bytes
+        if in_bytes is None:
+            return Normed(self.gate_up_proj.with_epilogue(x, self._gate))
+        return self.gate_up_proj.with_epilogue(x, SwiGLUInBytes(self._gate, in_bytes))
 
     @property
     def linears(self) -> tuple[Linear, ...]:

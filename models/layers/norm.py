@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -30,6 +31,10 @@ class RMSNorm:
         self._ops = build.ops
         self._offset = offset
         self.constants = Norm(norm_weight(size, build, offset), eps, centered)
+
+    def feed(self, in_bytes: torch.dtype | None) -> None:
+        """Say how the one product that its output is for takes many rows (`LinearMethod`)."""
+        self.constants = replace(self.constants, in_bytes=in_bytes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, size] -> the same shape, a new tensor."""

@@ -84,6 +84,12 @@ class Ops(FusedProducts, Protocol):
         """activation(gate) * up, where gate and up are the halves of x [T, 2 * size]: [T, size]."""
         ...
 
+    def swiglu_in_bytes(
+        self, x: torch.Tensor, activation: Activation, in_bytes: torch.dtype
+    ) -> Normed:
+        """`swiglu`, for a product that takes many rows so (`Norm.in_bytes`)."""
+        return Normed(self.swiglu(x, activation))
+
     def route(
         self, logits: torch.Tensor, correction: torch.Tensor | None, routing: Routing
     ) -> Routed:
@@ -139,6 +145,23 @@ class SwiGLU:
         if self.activation != SILU:
             return None
         return ops.product_swiglu(x, weight, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class SwiGLUInBytes:
+    """The same for a product behind it that takes many rows quantised (`Norm.in_bytes`)."""
+
+    swiglu: SwiGLU
+    in_bytes: torch.dtype
+
+    def apply(self, ops: Ops, product: torch.Tensor) -> Normed:
+        return ops.swiglu_in_bytes(product, self.swiglu.activation, self.in_bytes)
+
+    def fused(
+        self, ops: FusedProducts, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> Normed | None:
+        made = self.swiglu.fused(ops, x, weight, bias)
+        return None if made is None else Normed(made)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -40,6 +40,9 @@ class CpuKernel:
         if scheme.activations == "static":  # of parts that were measured alone: none may be cut off
             weights["input_scale"].fill_(weights["input_scale"].max())
 
+    def in_bytes(self, scheme: Scheme, weights: Weights) -> torch.dtype | None:
+        return None
+
     def product(self, scheme: Scheme, weights: Weights, x: Normed) -> torch.Tensor:
         y = _product(scheme, weights, x.whole())
         return y.add_(weights["bias"]) if "bias" in weights else y

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from asyncllm.kernels.quant_gemm.matrix import (
     FORMATS,
+    MOST_IN_16_BITS,
     Quantized,
     dequantize,
     quantize_rows,
@@ -32,7 +33,6 @@ from asyncllm.models.quantization.scheme import CODE_VALUES, FP8_MAX, Scheme, un
 from asyncllm.models.quantization.scheme import dequantize as dequantize_torch
 
 SOME_ROWS = 128  # above, a matrix in 16 bits pays
-FP8_SOME_ROWS = 32  # above, FP8 inputs pay, which a kernel of their own makes
 PREPARED_ROWS = 4096  # at a time, for the sake of memory
 FP8_ALIGNMENT = 16  # of both sides of a matrix, in cuBLAS's FP8 and int8 products
 LEAST_GROUP = 16  # columns that tensor cores take together
@@ -84,6 +84,14 @@ class CudaKernel:
             FORMATS[scheme.kind],
         )
 
+    def in_bytes(self, scheme: Scheme, weights: Weights) -> torch.dtype | None:
+        by_row = scheme.group is None and not scheme.has_order and _aligned(weights)
+        if not by_row or scheme.activations is None:
+            return None
+        if scheme.kind == "fp8":  # a static scale is not a row's
+            return torch.float8_e4m3fn if scheme.activations == "dynamic" else None
+        return torch.int8 if scheme.kind == "int8" else None
+
     def product(self, scheme: Scheme, weights: Weights, x: Normed) -> torch.Tensor:
         num_rows = x.values.shape[0]
         if not takes_groups(scheme):
@@ -93,11 +101,11 @@ class CudaKernel:
             return one_row(_ordered(weights, x), matrix)
         values = _ordered(weights, x).whole()
         if _in_fp8(scheme, weights, num_rows):
-            return self._fp8(scheme, weights, values)
+            return self._fp8(scheme, weights, values, x.in_bytes)
         if num_rows <= SOME_ROWS:
             return several_rows(values, matrix)
         if scheme.kind == "int8" and scheme.activations is not None and _aligned(weights):
-            values8, scales = quantize_rows(values, torch.int8)
+            values8, scales = x.in_bytes or quantize_rows(values, torch.int8)
             sums = torch._int_mm(values8, matrix.weight.T)
             return _with_bias((sums * scales * matrix.scale.T).to(values.dtype), matrix.bias)
         assert self._ops is not None
@@ -113,13 +121,19 @@ class CudaKernel:
         ops = _InKernel(self.matrix(scheme, weights))
         return epilogue.fused(ops, _ordered(weights, x), weights["weight"], weights.get("bias"))
 
-    def _fp8(self, scheme: Scheme, weights: Weights, x: torch.Tensor) -> torch.Tensor:
+    def _fp8(
+        self,
+        scheme: Scheme,
+        weights: Weights,
+        x: torch.Tensor,
+        in_bytes: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
         if scheme.activations == "static":
             scale = weights["input_scale"][0]
             values8 = (x.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
             scales = scale.expand(len(x), 1).contiguous()
         else:
-            values8, scales = quantize_rows(x, torch.float8_e4m3fn)
+            values8, scales = in_bytes or quantize_rows(x, torch.float8_e4m3fn)
         y = torch._scaled_mm(
             values8, weights["weight"].T, scales, weights["scale"].T, out_dtype=x.dtype
         )
@@ -176,7 +190,11 @@ def _ordered(weights: Weights, x: Normed) -> Normed:
 
 def _in_fp8(scheme: Scheme, weights: Weights, num_rows: int) -> bool:
     """Whether inputs are quantised, too."""
-    is_by_row = scheme.kind == "fp8" and scheme.group is None and num_rows > FP8_SOME_ROWS
+    is_by_row = (
+        scheme.kind == "fp8"
+        and scheme.group is None
+        and num_rows > MOST_IN_16_BITS[torch.float8_e4m3fn]
+    )
     return is_by_row and scheme.activations is not None and _aligned(weights)
 
 

@@ -59,6 +59,10 @@ class Kernel(Protocol):
         """Add to `weights` what products need besides the form; again after a reload, in place."""
         ...
 
+    def in_bytes(self, scheme: Scheme, weights: Weights) -> torch.dtype | None:
+        """As `LinearMethod.in_bytes`."""
+        ...
+
     def product(self, scheme: Scheme, weights: Weights, x: Normed) -> torch.Tensor:
         """[T, columns] -> [T, rows], a new tensor, with the bias where there is one."""
         ...
@@ -152,6 +156,9 @@ class QuantizedLinearMethod:
                 "gate_proj, up_proj), which is not supported"
             )
         self.kernel.prepare(self.scheme, weights)
+
+    def in_bytes(self, weights: Weights) -> torch.dtype | None:
+        return self.kernel.in_bytes(self.scheme, weights)
 
     def product(self, weights: Weights, x: Normed) -> torch.Tensor:
         return self.kernel.product(self.scheme, weights, x)

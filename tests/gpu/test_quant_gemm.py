@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from asyncllm.models.layers.linear import Linear
+from asyncllm.models.layers.ops import Norm
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.quantization.scheme import Scheme, dequantize, quantize
 from tests.engine.test_quantized_experts import write_gpt_oss, write_mixture
@@ -132,6 +134,77 @@ def test_rows_in_8_bits(dtype: torch.dtype) -> None:
         step = 1 / 6 if INTERPRETED else 1 / 16  # the interpreter does not round to the nearest
     assert (made - x.float()).abs().max() <= x.abs().max() * step
     assert scales[3] == 1 and not values[3].float().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("weight_dtype", [DTYPE, torch.float32])
+def test_a_norm_in_bytes_is_the_norm_quantised(
+    dtype: torch.dtype, weight_dtype: torch.dtype
+) -> None:
+    """To the last bit, and what is kept in 16 bits, too."""
+    from asyncllm.kernels.quant_gemm.matrix import quantize_rows
+    from asyncllm.kernels.rms_norm.kernel import add_rms_norm, add_rms_norm_in_bytes
+
+    half = torch.float16 if INTERPRETED else torch.bfloat16  # whose rounding is to be the same
+    x, residual = torch.randn(2, 9, 300, device=DEVICE, dtype=half)
+    x[3] = residual[3] = 0
+    weight = torch.randn(300, device=DEVICE, dtype=weight_dtype)
+    norm = Norm(weight, 1e-5, in_bytes=dtype)
+    x2, residual2 = x.clone(), residual.clone()
+    add_rms_norm(x, residual, norm)
+    values, scales = quantize_rows(x, dtype)
+    values2, scales2 = add_rms_norm_in_bytes(x2, residual2, norm)
+    assert torch.equal(residual, residual2) and torch.equal(x, x2)
+    assert torch.equal(values.view(torch.int8), values2.view(torch.int8))
+    assert torch.equal(scales, scales2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_swiglu_in_bytes_is_swiglu_quantised(dtype: torch.dtype) -> None:
+    from asyncllm.kernels.quant_gemm.matrix import quantize_rows
+    from asyncllm.kernels.rms_norm.kernel import swiglu, swiglu_in_bytes
+
+    half = torch.float16 if INTERPRETED else torch.bfloat16
+    x = torch.randn(9, 600, device=DEVICE, dtype=half)
+    x[3] = 0
+    out = swiglu(x)
+    values, scales = quantize_rows(out, dtype)
+    out2, (values2, scales2) = swiglu_in_bytes(x, dtype)
+    assert torch.equal(out, out2) and torch.equal(scales, scales2)
+    assert torch.equal(values.view(torch.int8), values2.view(torch.int8))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="in float32: what CUDA has in 16 bits")
+@pytest.mark.parametrize("name", ["ct-fp8-channel", "fp8-tensor", "ct-int8"])
+def test_a_model_quantises_where_its_products_take_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same logits to the last bit, by fewer launches."""
+    from asyncllm.kernels.quant_gemm import matrix
+    from asyncllm.models.layers.cuda_ops import CudaOps
+    from asyncllm.models.quantization import cuda_kernel
+
+    write_checkpoint(FORMATS[name], tmp_path)
+    by_our_kernels(monkeypatch)
+    monkeypatch.setattr(cuda_kernel, "SOME_ROWS", 1)
+    calls: list[torch.dtype] = []
+
+    def counted(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(dtype)
+        return matrix.quantize_rows(x, dtype)
+
+    monkeypatch.setattr(cuda_kernel, "quantize_rows", counted)
+    for name in ("add_rms_norm", "swiglu", "swiglu_in_bytes"):
+        monkeypatch.setattr(TorchOps, name, getattr(CudaOps, name))
+    for dtype in matrix.MOST_IN_16_BITS:
+        monkeypatch.setitem(matrix.MOST_IN_16_BITS, dtype, 1)
+    with torch.inference_mode():
+        fused = logits(tmp_path, DTYPE)
+        num_fused = len(calls)
+        monkeypatch.setattr(Linear, "in_bytes", None)
+        assert torch.equal(fused, logits(tmp_path, DTYPE))
+    layers = 3  # all norms but the first one's, and all activations
+    assert len(calls) - num_fused - num_fused == 2 * layers - 1 + layers
 
 
 def by_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

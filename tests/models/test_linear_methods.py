@@ -62,6 +62,9 @@ class Int8:
             )
             yield from (Load(f"{name}.bias", view) for view in bias)
 
+    def in_bytes(self, weights: Weights) -> torch.dtype | None:
+        return None
+
     def finish(self, weights: Weights) -> None:
         weights["packed"].bitwise_xor_(SIGN_BITS)
 

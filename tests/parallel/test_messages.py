@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import fields
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
+import asyncllm
 from asyncllm.attention.base import PrefillRows
 from asyncllm.config import EngineArgs
+from asyncllm.errors import ModelLoadError
 from asyncllm.frames import LENGTH, MAX_FRAME_BYTES, Frames, frame
 from asyncllm.mesh_config import MeshConfig
 from asyncllm.step_plan import StateMoves
@@ -30,6 +34,8 @@ from asyncllm.worker.ranks.messages import (
     encode_config,
     step_content,
 )
+
+TINY = Path(asyncllm.__file__).parent / "assets" / "tiny"
 
 
 def int32(*numbers: int) -> np.ndarray:
@@ -97,6 +103,21 @@ def test_what_is_no_message_is_refused(body: bytes) -> None:
 def test_a_frame_has_a_limit() -> None:
     with pytest.raises(ValueError, match="over"):
         received(LENGTH.pack(MAX_FRAME_BYTES + 1))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_another_model_at_the_same_path_is_refused(name: str, tmp_path: Path) -> None:
+    """Ranks of two hosts would compute nonsense, and nothing would fail."""
+    folder = tmp_path / "model"
+    shutil.copytree(TINY, folder)
+    args = EngineArgs(str(folder), device="cpu", tensor_parallel_size=2)
+    sent = encode_config(args.create_engine_config())
+    assert decode_config(sent, 1).model.path == folder
+    changed = bytearray((folder / name).read_bytes())
+    changed[-3] ^= 1
+    (folder / name).write_bytes(changed)
+    with pytest.raises(ModelLoadError, match="are not those that rank 0 has"):
+        decode_config(sent, 1)
 
 
 def test_settings_arrive_as_rank_0_has_them() -> None:

@@ -14,6 +14,9 @@ import triton.language as tl
 from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
 from asyncllm.kernels.quant_gemm.product import BYTES, CHUNK, FP4, INT4, PLAIN, TABLE, WORDS
 
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+# Rows of which more are multiplied in this type, by cuBLAS; for fewer 16 bits take as long.
+MOST_IN_16_BITS = {torch.float8_e4m3fn: 32, torch.int8: 128}
 FORMATS = {"fp8": BYTES, "int8": BYTES, "int4": INT4, "fp4": FP4, "nf4": TABLE}
 
 
@@ -115,6 +118,17 @@ def dequantize(matrix: Quantized, dtype: torch.dtype) -> torch.Tensor:
 
 
 @triton.jit
+def quantize_row(x, MOST: tl.constexpr, INTEGER: tl.constexpr):
+    """A row's numbers in float32 by its largest one, not yet in their type, and its scale."""
+    most = tl.max(tl.abs(x), axis=0)
+    scale = tl.where(most > 0, most / MOST, 1.0)
+    made = x / scale
+    if INTEGER:
+        made = tl.where(made < 0, tl.ceil(made - 0.5), tl.floor(made + 0.5))
+    return made, scale
+
+
+@triton.jit
 def _quantize_kernel(
     x_ptr, out_ptr, scale_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
     INTEGER: tl.constexpr, PDL: tl.constexpr,
@@ -130,23 +144,24 @@ def _quantize_kernel(
     inside = column < SIZE
     at = tl.program_id(0).to(tl.int64) * SIZE + column
     x = tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
-    most = tl.max(tl.abs(x), axis=0)
-    scale = tl.where(most > 0, most / MOST, 1.0)
-    made = x / scale
-    if INTEGER:
-        made = tl.where(made < 0, tl.ceil(made - 0.5), tl.floor(made + 0.5))
+    made, scale = quantize_row(x, MOST, INTEGER)
     tl.store(out_ptr + at, made.to(out_ptr.dtype.element_ty), inside)
     tl.store(scale_ptr + tl.program_id(0), scale)
 
 
 def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """x [T, size] as e4m3 or int8 by each row's largest number, and the scales, float32 [T, 1]."""
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    scales = torch.empty((len(x), 1), dtype=torch.float32, device=x.device)
+    out, scales = empty_bytes(x, dtype)
     block = triton.next_power_of_2(x.shape[1])
-    is_integer = dtype == torch.int8
     _quantize_kernel[(len(x),)](
-        x, out, scales, SIZE=x.shape[1], BLOCK=block, MOST=127.0 if is_integer else 448.0,
-        INTEGER=is_integer, num_warps=max(1, min(block // 512, 16)), **launch_flags(x.device),
+        x, out, scales, SIZE=x.shape[1], BLOCK=block, MOST=LARGEST[dtype],
+        INTEGER=dtype == torch.int8, num_warps=max(1, min(block // 512, 16)),
+        **launch_flags(x.device),
     )  # fmt: skip
     return out, scales
+
+
+def empty_bytes(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uninitialised, for what `quantize_rows` makes of x."""
+    scales = torch.empty((len(x), 1), dtype=torch.float32, device=x.device)
+    return torch.empty(x.shape, dtype=dtype, device=x.device), scales

@@ -20,9 +20,6 @@ CHUNK = 128  # columns of 16 words of four bits
 WORDS = 16  # the least depth of a product of tensor cores
 # How a weight is stored: PLAIN 16 bits, BYTES int8 or e4m3, INT4 8 is zero, FP4 e2m1, TABLE.
 PLAIN, BYTES, INT4, FP4, TABLE = range(5)
-# Of so many rows codes are on the side that tensor cores take from registers: never, until that
-# form has run on a device (64 is what it is for; docs/log/quantization.md).
-SWAPPED_ROWS = tl.constexpr(1 << 30)
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped": 2}  # `activate`
 
 _BEGIN = (
@@ -92,20 +89,15 @@ def _codes(words, table_ptr, FORMAT: tl.constexpr, dtype: tl.constexpr):
 def _add_words(
     acc, weight_ptr, scale_ptr, offset_ptr, table_ptr, rows_ptr, is_row, feature, inside, number,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, OFFSET: tl.constexpr,
-    E8M0: tl.constexpr, FAST: tl.constexpr, SWAPPED: tl.constexpr,
+    E8M0: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """acc [ROWS, TILE] plus one chunk's product; SWAPPED: [TILE, ROWS]. GROUP 0: a scale for all
-    columns. A vector over features gets the dimension IN_F, one over rows IN_R."""
-    IN_F: tl.constexpr = 1 if SWAPPED else 0
-    IN_R: tl.constexpr = 0 if SWAPPED else 1
-    ROWS: tl.constexpr = rows_ptr.shape[1 - IN_R]
+    """acc [ROWS, TILE] plus one chunk's product. GROUP 0: a scale for all columns."""
+    ROWS: tl.constexpr = rows_ptr.shape[0]
     dtype: tl.constexpr = rows_ptr.dtype.element_ty
     chunks: tl.constexpr = (WIDTH + 127) // 128
     word = tl.arange(0, 16)
-    at = tl.expand_dims(feature, IN_F) * (chunks * 16) + number * 16
-    words = tl.load(
-        weight_ptr + at + tl.expand_dims(word, IN_R), tl.expand_dims(inside, IN_F), other=0
-    )
+    at = feature[None, :] * (chunks * 16) + number * 16 + word[:, None]
+    words = tl.load(weight_ptr + at, inside[None, :], other=0)
     codes = _fast_codes(words, FORMAT) if FAST else _codes(words, table_ptr, FORMAT, dtype)
     num_groups: tl.constexpr = (WIDTH + GROUP - 1) // GROUP if GROUP > 0 else 1
     is_small: tl.constexpr = GROUP > 0 and GROUP < 128
@@ -131,25 +123,25 @@ def _add_words(
         part = tl.zeros_like(acc) if GROUP > 0 and not scale_codes else acc
         sums = tl.zeros((ROWS,), tl.float32)
         for plane in tl.static_range(start, start + planes):
-            column = tl.expand_dims(first + plane * 16 + word, IN_F)
-            x_inside = tl.expand_dims(is_row, IN_R)
+            column = (first + plane * 16 + word)[None, :]
+            x_inside = is_row[:, None]
             if WIDTH % 128 != 0:
                 x_inside = x_inside & (column < WIDTH)
             x = tl.load(rows_ptr + column, x_inside, other=0.0)
             code = codes[plane]
             if scale_codes:
-                code *= tl.expand_dims(scale.to(dtype), IN_F)
-            part = tl.dot(code, x, part) if SWAPPED else tl.dot(x, code, part)
+                code *= scale.to(dtype)[None, :]
+            part = tl.dot(x, code, part)
             if OFFSET:
-                sums += tl.sum(x.to(tl.float32), axis=IN_R)
+                sums += tl.sum(x.to(tl.float32), axis=1)
         if GROUP > 0 and not scale_codes:
-            acc += part * tl.expand_dims(scale, IN_F)
+            acc += part * scale[None, :]
         else:
             acc = part
         if OFFSET:
             at_group = offset_ptr + feature * num_groups + group
             offset = tl.load(at_group, has_group, other=0.0).to(tl.float32)
-            acc += tl.expand_dims(sums, IN_R) * tl.expand_dims(offset, IN_F)
+            acc += sums[:, None] * offset[None, :]
     return acc
 
 
@@ -208,21 +200,18 @@ def multiply(
             offset_ptr += start * ((WIDTH + GROUP - 1) // GROUP)
     ROWS: tl.constexpr = rows_ptr.shape[0]
     TILE: tl.constexpr = feature.shape[0]
-    SWAPPED: tl.constexpr = FORMAT >= 2 and ROWS >= SWAPPED_ROWS
-    if SWAPPED:
-        rows_ptr = tl.trans(rows_ptr)
-    acc = tl.zeros((TILE, ROWS) if SWAPPED else (ROWS, TILE), tl.float32)
-    up_acc = tl.zeros((TILE, ROWS) if SWAPPED else (ROWS, TILE), tl.float32)
+    acc = tl.zeros((ROWS, TILE), tl.float32)
+    up_acc = tl.zeros((ROWS, TILE), tl.float32)
     for number in tl.range(first, end, num_stages=STAGES):
         if FORMAT >= 2:
             acc = _add_words(
                 acc, weight_ptr, scale_ptr, offset_ptr, table_ptr, rows_ptr, is_row, feature,
-                inside, number, WIDTH, GROUP, FORMAT, OFFSET, E8M0, FAST, SWAPPED,
+                inside, number, WIDTH, GROUP, FORMAT, OFFSET, E8M0, FAST,
             )  # fmt: skip
             if GATED:
                 up_acc = _add_words(
                     up_acc, weight_ptr, scale_ptr, offset_ptr, table_ptr, rows_ptr, is_row,
-                    feature + up, inside, number, WIDTH, GROUP, FORMAT, OFFSET, E8M0, FAST, SWAPPED,
+                    feature + up, inside, number, WIDTH, GROUP, FORMAT, OFFSET, E8M0, FAST,
                 )  # fmt: skip
         else:
             acc = _add_columns(
@@ -234,9 +223,6 @@ def multiply(
                     up_acc, weight_ptr, scale_ptr, offset_ptr, rows_ptr, is_row, feature + up,
                     inside, number, WIDTH, GROUP, BLOCK, FORMAT, OFFSET,
                 )  # fmt: skip
-    if SWAPPED:
-        acc = tl.trans(acc)
-        up_acc = tl.trans(up_acc)
     return acc, up_acc
 
 

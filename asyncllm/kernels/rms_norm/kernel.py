@@ -2,6 +2,7 @@
 
 There cuBLAS multiplies, and nothing of this fits into its kernels. Each is one pass over its rows,
 bound by memory and, where rows are few, by the gap before it, which a programmatic launch shortens.
+So a norm for a product that takes bytes is quantised on its way out, as `quantize_rows` would.
 Arithmetic is in float32. A norm is that of the sum as it is stored, as elsewhere. Other sizes of
 programs, several rows to one of them, and asking for the residual before the wait were not faster
 (docs/log/gemm.md).
@@ -17,6 +18,7 @@ import triton.language as tl
 
 from asyncllm.kernels.declaration import Start
 from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
+from asyncllm.kernels.quant_gemm.matrix import LARGEST, empty_bytes, quantize_row
 from asyncllm.kernels.records import Norm
 
 COLUMNS_PER_WARP = 512  # of a norm: 16 numbers to a thread
@@ -28,11 +30,12 @@ MANY_ROWS = 128  # more than skinny_gemm takes
 
 @triton.jit
 def _norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, eps,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, bytes_ptr, scale_ptr, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, CENTERED: tl.constexpr,
-    PDL: tl.constexpr,
+    MOST: tl.constexpr, INTEGER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A row to a program. ADD: of the sum with the residual, which becomes the sum."""
+    """A row to a program. ADD: of the sum with the residual, which becomes the sum. MOST: the
+    largest number of the type in which `bytes` gets it, too, with a scale; None: it does not."""
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     weight = tl.load(weight_ptr + column, inside, other=0.0)
@@ -43,6 +46,9 @@ def _norm_kernel(
         out_ptr += after
         if ADD:
             residual_ptr += after
+        if MOST is not None:
+            bytes_ptr += after
+            scale_ptr += after
     at = tl.program_id(0).to(tl.int64) * SIZE + column
     x = tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
     if ADD:
@@ -53,8 +59,12 @@ def _norm_kernel(
     if CENTERED:
         x = tl.where(inside, x - tl.sum(x, axis=0) / SIZE, 0.0)
     factor = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
-    normed = x * factor * weight.to(tl.float32)
-    tl.store(out_ptr + at, normed.to(out_ptr.dtype.element_ty), inside)
+    normed = (x * factor * weight.to(tl.float32)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at, normed, inside)
+    if MOST is not None:
+        made, scale = quantize_row(normed.to(tl.float32), MOST, INTEGER)
+        tl.store(bytes_ptr + at, made.to(bytes_ptr.dtype.element_ty), inside)
+        tl.store(scale_ptr + tl.program_id(0), scale)
 
 
 @triton.jit
@@ -75,16 +85,52 @@ def _swiglu_kernel(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL:
     tl.store(out_ptr + row * SIZE + column, out.to(out_ptr.dtype.element_ty), inside)
 
 
+@triton.jit
+def _swiglu_in_bytes_kernel(
+    x_ptr, out_ptr, bytes_ptr, scale_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    MOST: tl.constexpr, INTEGER: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A row to a program, which has one scale."""
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    if PDL:
+        start_next()
+        after = wait_previous()
+        x_ptr += after
+        out_ptr += after
+        bytes_ptr += after
+        scale_ptr += after
+    row = tl.program_id(0).to(tl.int64)
+    gate = tl.load(x_ptr + row * (2 * SIZE) + column, inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * (2 * SIZE) + SIZE + column, inside, other=0.0).to(tl.float32)
+    out = (gate / (1 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty)
+    at = row * SIZE + column
+    tl.store(out_ptr + at, out, inside)
+    made, scale = quantize_row(out.to(tl.float32), MOST, INTEGER)
+    tl.store(bytes_ptr + at, made.to(bytes_ptr.dtype.element_ty), inside)
+    tl.store(scale_ptr + tl.program_id(0), scale)
+
+
 def rms_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """`Ops.rms_norm`."""
     out = torch.empty_like(x)
-    _launch_norm(x, None, norm, out)
+    _launch_norm(x, None, norm, out, None)
     return out
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> None:
     """In place: residual [T, size] += x [T, size], and x becomes the norm of the sum."""
-    _launch_norm(x, residual, norm, x)
+    _launch_norm(x, residual, norm, x, None)
+
+
+def add_rms_norm_in_bytes(
+    x: torch.Tensor, residual: torch.Tensor, norm: Norm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same; and `quantize_rows` of that norm, to the last bit, in `norm.in_bytes`."""
+    assert norm.in_bytes is not None
+    made = empty_bytes(x, norm.in_bytes)
+    _launch_norm(x, residual, norm, x, made)
+    return made
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
@@ -97,13 +143,35 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def swiglu_in_bytes(
+    x: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """`swiglu`; and `quantize_rows` of it, to the last bit."""
+    size = x.shape[1] // 2
+    out = x.new_empty((len(x), size))
+    made = empty_bytes(out, dtype)
+    block = triton.next_power_of_2(size)
+    _swiglu_in_bytes_kernel[(len(x),)](
+        x, out, *made, SIZE=size, BLOCK=block, MOST=LARGEST[dtype], INTEGER=dtype == torch.int8,
+        num_warps=max(1, min(block // COLUMNS_PER_WARP, MAX_NORM_WARPS)), **launch_flags(x.device),
+    )  # fmt: skip
+    return out, made
+
+
 def _launch_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm: Norm,
+    out: torch.Tensor,
+    in_bytes: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
+    made, scales = (None, None) if in_bytes is None else in_bytes
     block = triton.next_power_of_2(x.shape[1])
     _norm_kernel[(x.shape[0],)](
-        x, residual, norm.weight, out, norm.eps,
+        x, residual, norm.weight, out, made, scales, norm.eps,
         SIZE=x.shape[1], BLOCK=block, ADD=residual is not None, CENTERED=norm.centered,
+        MOST=None if made is None else LARGEST[made.dtype],
+        INTEGER=made is not None and made.dtype == torch.int8,
         num_warps=max(1, min(block // COLUMNS_PER_WARP, MAX_NORM_WARPS)),
         **launch_flags(x.device),
     )  # fmt: skip

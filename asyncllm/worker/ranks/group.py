@@ -206,9 +206,10 @@ class WorkerGroup:
         try:
             for ranks in self._ranks:
                 sockets |= ranks.start()
+            settings, version = encode_config(self._config), str(torch.__version__)
+            level = logger.getEffectiveLevel()
             for rank, ours in sockets.items():
-                settings = encode_config(self._config), rank, self._address, str(torch.__version__)
-                ours.sendall(encode(Kind.START, *settings, logger.getEffectiveLevel()))
+                ours.sendall(encode(Kind.START, settings, rank, self._address, version, level))
         except BaseException:
             for ours in sockets.values():
                 ours.close()
@@ -285,15 +286,13 @@ class WorkerGroup:
 
 
 def find_ranks(config: EngineConfig, is_cancelled: Callable[[], bool]) -> list[Ranks]:
-    """Who has the ranks beyond the first. Those that join are waited for before others start.
-    Raises `OSError`, `ValueError`."""
+    """Who has the ranks beyond the first; those that join come first. Raises as `WorkerGroup`."""
     mesh, cluster = config.mesh, config.cluster
     if cluster.backend == "ray":
         from asyncllm.worker.ranks.ray_ranks import RayRanks  # an extra's library is behind it
 
         return [RayRanks(config, range(1, mesh.size), cluster.address, is_cancelled)]
-    host = cluster.address or "127.0.0.1"
-    num_own = mesh.size // cluster.nnodes
+    host, num_own = cluster.address or "127.0.0.1", mesh.size // cluster.nnodes
     found: list[Ranks] = []
     if num_own < mesh.size:
         secret, numbers = read_secret(cluster.secret_file), range(num_own, mesh.size)

@@ -8,6 +8,8 @@ that names code; who receives checks the shape of what it gets.
 from __future__ import annotations
 
 import enum
+import hashlib
+import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import numpy as np
 
 from asyncllm.attention.base import PrefillRows
 from asyncllm.config import EngineConfig
+from asyncllm.errors import ModelLoadError
 from asyncllm.frames import frame
 from asyncllm.generation_config import GenerationDefaults
 from asyncllm.mesh_config import ClusterConfig, MeshConfig
@@ -164,6 +167,8 @@ def _array_or_none(sent: Any) -> np.ndarray | None:
 # Of no interest to who only repeats steps; or made here of what is sent.
 _RANK_0 = {"tokenizer_path", "logits_processors", "generation_defaults", "chat_template", "cluster"}
 _MADE = {"model", "mesh"}
+MODEL_SUFFIXES = {".safetensors", ".gguf"}
+SAMPLE_BYTES = 1 << 16  # of a file's end, which a header does not fill
 
 
 def encode_config(config: EngineConfig) -> dict[str, Any]:
@@ -172,14 +177,34 @@ def encode_config(config: EngineConfig) -> dict[str, Any]:
     plain = {f.name for f in fields(EngineConfig)} - _RANK_0 - _MADE
     return {
         **{name: getattr(config, name) for name in plain},
-        "model": (str(model.path), model.implementation, model.quantization),
+        "model": (
+            str(model.path),
+            model.implementation,
+            model.quantization,
+            sample_model(model.path),
+        ),
         "mesh": (config.mesh.tp, config.mesh.by_expert, config.mesh.pp),
     }
 
 
+def sample_model(path: Path) -> str:
+    """A digest of the configuration, and of each weights' file its name, size and end: the hosts of
+    ranks read the model each for itself."""
+    digest = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted(path.iterdir()):
+        if file.suffix in MODEL_SUFFIXES or file.name == "config.json":
+            with file.open("rb") as opened:
+                size = opened.seek(0, os.SEEK_END)
+                opened.seek(max(size - SAMPLE_BYTES, 0))
+                digest.update(f"{file.name} {size} ".encode() + opened.read())
+    return digest.hexdigest()
+
+
 def decode_config(sent: dict[str, Any], rank: int) -> EngineConfig:
     """As rank 0 settled it, so that all do the same. Raises `ModelLoadError`."""
-    (path, implementation, quantization), (tp, by_expert, pp) = sent["model"], sent["mesh"]
+    (path, implementation, quantization, sample), (tp, by_expert, pp) = sent["model"], sent["mesh"]
+    if sample_model(Path(path)) != sample:
+        raise ModelLoadError(f"{path}: its files are not those that rank 0 has there")
     model = replace(ModelConfig.from_folder(Path(path), implementation), quantization=quantization)
     rest: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
