@@ -17,7 +17,7 @@ from asyncllm.models.layers.latent_attention import LatentSpec
 from asyncllm.models.layers.mlp import MLP, MLPSpec
 from asyncllm.models.layers.ops import Routing
 from asyncllm.models.layers.rotary import build_rotary
-from asyncllm.models.qwen3_moe import LOAD, dense_mlp
+from asyncllm.models.moe import LOAD, dense_mlp
 from asyncllm.models.supported import activation_of, positive, require, unsupported
 
 

@@ -16,26 +16,25 @@ from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import CausalLM
 from asyncllm.models.cohere import build_cohere
 from asyncllm.models.deepseek import build_deepseek_v2, build_deepseek_v3
+from asyncllm.models.dense import (
+    build_granite,
+    build_llama,
+    build_mistral,
+    build_phi3,
+    build_qwen2,
+    build_qwen3,
+)
 from asyncllm.models.gemma import build_gemma
 from asyncllm.models.glm4 import build_glm4, build_glm4_moe
 from asyncllm.models.gpt_oss import build_gpt_oss
-from asyncllm.models.granite import build_granite
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.torch_ops import TorchOps
-from asyncllm.models.llama import build_llama
-from asyncllm.models.mistral import build_mistral
-from asyncllm.models.mixtral import build_mixtral
+from asyncllm.models.moe import build_mixtral, build_olmoe, build_qwen2_moe, build_qwen3_moe
 from asyncllm.models.olmo import build_olmo2, build_olmo3
-from asyncllm.models.olmoe import build_olmoe
 from asyncllm.models.parallel.mesh import ALONE, Alone, Mesh
-from asyncllm.models.phi3 import build_phi3
 from asyncllm.models.quantization.select import select_methods
-from asyncllm.models.qwen2 import build_qwen2
-from asyncllm.models.qwen2_moe import build_qwen2_moe
-from asyncllm.models.qwen3 import build_qwen3
-from asyncllm.models.qwen3_moe import build_qwen3_moe
 
 logger = logging.getLogger("asyncllm")
 

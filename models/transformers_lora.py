@@ -82,14 +82,14 @@ def _layer(name: str, module: Any, lora: LoRALayers, shards: Shards) -> LoRALaye
 
 def _adapted(module: Any, layer: LoRALayer, x: torch.Tensor) -> torch.Tensor:
     rows = x.flatten(0, -2)
-    out = layer.add(lambda: F.linear(rows, module.weight, module.bias), rows)
+    out = layer.add(F.linear(rows, module.weight, module.bias), rows)
     return out.unflatten(0, x.shape[:-1])
 
 
 def _adding(layer: LoRALayer) -> Any:
     def add(_: nn.Module, given: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
         x, rows = given[0].flatten(0, 1), out.flatten(0, 1)
-        return layer.add(lambda: rows, x).view(out.shape)
+        return layer.add(rows, x).view(out.shape)
 
     return add
 

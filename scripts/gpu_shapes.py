@@ -63,13 +63,13 @@ async def answer(model: Path, args: Args, times: int = 1) -> list[list[RequestOu
 
 
 def compare(ours: list[RequestOutput], oracle: list[RequestOutput]) -> tuple[bool, str]:
-    """Whether all agree; how many are equal to the end, and the widest gap where others part."""
+    """Whether all agree; how many are equal to the end, and the widest gap where others diverge."""
     gaps = [gap_at_parting(*pair) for pair in zip(ours, oracle, strict=True)]
-    parted = [gap for gap in gaps if gap is not None]
-    detail = f"{len(gaps) - len(parted)}/{len(gaps)} equal"
-    if parted:
-        detail += f", the others part where log-probabilities are at most {max(parted):.3f} apart"
-    return all(gap <= TIE for gap in parted), detail
+    diverged = [gap for gap in gaps if gap is not None]
+    detail = f"{len(gaps) - len(diverged)}/{len(gaps)} equal"
+    if diverged:
+        detail += f", the others diverge where log-probabilities are {max(diverged):.3f} apart"
+    return all(gap <= TIE for gap in diverged), detail
 
 
 def gap_at_parting(a: RequestOutput, b: RequestOutput) -> float | None:

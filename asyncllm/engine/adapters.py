@@ -15,12 +15,12 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from asyncllm.engine.adapter import Adapter, Registered, Room
 from asyncllm.engine.output_state import Sink
-from asyncllm.errors import EngineDeadError, LoRALoadError
+from asyncllm.errors import LoRALoadError
 from asyncllm.lora import LoRARequest
 from asyncllm.outputs import RequestOutput
 from asyncllm.types import NO_ADAPTER
@@ -29,47 +29,18 @@ from asyncllm.worker.adapters import AdapterStore
 T = TypeVar("T")
 
 
-@dataclass(slots=True, eq=False)
-class Adapter:
-    """One adapter's files, as they were when they were read."""
-
-    request: LoRARequest
-    place: int  # in host memory
-    content: bytes  # equal for equal files only: part of the prefix cache's key
-    rank: int
-    slot: int = NO_ADAPTER
-    num_users: int = 0  # requests, queued or running
-    pinned: bool = False
-    copying: asyncio.Task[None] | None = None  # to its slot
-
-    @property
-    def is_copied(self) -> bool:
-        """Its place is being read and its slot written."""
-        return self.copying is not None and not self.copying.done()
-
-
-@dataclass(slots=True)
-class _Registered:
-    request: LoRARequest
-    adapter: Adapter | None = None  # what its files were; None: to be read
-    reading: asyncio.Task[Adapter] | None = None  # by a thread, which nobody can stop
-    num_readers: int = 0  # who wait for that, or have not run since
-    is_listed: bool = False  # it has had its name
-
-
 class AdapterManager:
     def __init__(self, store: AdapterStore) -> None:
         self._store = store
-        self._registered: dict[str, _Registered] = {}
-        self._adding: dict[str, _Registered] = {}  # that are read before they have the name
+        self._registered: dict[str, Registered] = {}
+        self._adding: dict[str, Registered] = {}  # that are read before they have the name
         # Of the adapters in host memory, the least recently used first.
         self._held: OrderedDict[Adapter, None] = OrderedDict()
         self._free_places = deque(range(store.num_places))
         self._free_slots = deque(range(NO_ADAPTER + 1, NO_ADAPTER + 1 + store.num_slots))
         self._asking: Counter[str] = Counter()  # requests in `acquire`, by name
-        self._waiting: deque[asyncio.Future[None]] = deque()  # for a place or a slot
+        self._room = Room()  # places and slots
         self._tasks: set[asyncio.Task[Any]] = set()  # that read and copy
-        self._is_closed = False
 
     # --- names -------------------------------------------------------------------------------
 
@@ -86,7 +57,7 @@ class AdapterManager:
         name = request.lora_name
         fresh = None if reload else self._adding.get(name)  # many may add it at once: one reads
         if fresh is None or fresh.request.lora_path != request.lora_path:
-            fresh = _Registered(request)
+            fresh = Registered(request)
             if not reload:
                 self._adding[name] = fresh
         try:
@@ -160,7 +131,7 @@ class AdapterManager:
         try:
             while adapter.copying is None:
                 if (slot := self._take_slot()) is None:
-                    await self._room()
+                    await self._room.wait()
                     continue
                 adapter.slot = slot
                 copy = self._store.load(adapter.place, slot)
@@ -177,7 +148,7 @@ class AdapterManager:
         assert adapter.num_users >= 0, f"{adapter.request.lora_name} is released twice"
         if not adapter.num_users:
             self._drop_if_unused(adapter)
-            self._wake()
+            self._room.wake()
 
     def releasing(self, adapter: Adapter, sink: Sink) -> Sink:
         """The sink of a request with this adapter, which it gives back with its last output."""
@@ -194,7 +165,7 @@ class AdapterManager:
 
     # --- places and slots --------------------------------------------------------------------
 
-    async def _read(self, known: _Registered) -> Adapter:
+    async def _read(self, known: Registered) -> Adapter:
         """All that ask wait for one thread; where one is cancelled, it goes on for the others."""
         if known.adapter is not None and known.adapter in self._held:
             return known.adapter
@@ -205,12 +176,12 @@ class AdapterManager:
             return await asyncio.shield(known.reading)
         finally:
             known.num_readers -= 1
-            self._wake()
+            self._room.wake()
 
-    async def _read_files(self, known: _Registered) -> Adapter:
+    async def _read_files(self, known: Registered) -> Adapter:
         try:
             while (place := self._take_place()) is None:
-                await self._room()
+                await self._room.wait()
                 if not known.num_readers:
                     raise asyncio.CancelledError
             try:
@@ -243,12 +214,11 @@ class AdapterManager:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # known, even if all who waited are gone
-        self._wake()  # what was read or copied for nobody is room
+        self._room.wake()  # what was read or copied for nobody is room
 
     async def close(self) -> None:
         """Whoever waits here hears that the engine is closed. Until nothing is read or copied."""
-        self._is_closed = True
-        self._wake()
+        self._room.close()
         if self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -290,29 +260,12 @@ class AdapterManager:
         del self._held[adapter]
         self._free_slot(adapter)
         self._free_places.append(adapter.place)
-        self._wake()
+        self._room.wake()
 
     def _free_slot(self, adapter: Adapter) -> None:
         if adapter.slot != NO_ADAPTER:
             self._free_slots.append(adapter.slot)
             adapter.slot, adapter.copying = NO_ADAPTER, None
-
-    async def _room(self) -> None:
-        """Until something was given back, which may be what others wait for, too. Raises
-        `EngineDeadError` where nothing will be."""
-        if not self._is_closed:
-            room = asyncio.get_running_loop().create_future()
-            self._waiting.append(room)
-            await room
-        if self._is_closed:
-            raise EngineDeadError("the engine is closed")
-
-    def _wake(self) -> None:
-        """All of them look again, in their order: some wait for a place, some for a slot."""
-        waiting, self._waiting = self._waiting, deque()
-        for room in waiting:
-            if not room.done():
-                room.set_result(None)
 
     def check_integrity(self) -> None:
         """Assert that each place and each slot is somebody's or free."""

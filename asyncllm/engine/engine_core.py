@@ -20,7 +20,8 @@ from itertools import islice
 from typing import Any
 
 from asyncllm.config import EngineConfig
-from asyncllm.engine.adapters import Adapter, AdapterManager
+from asyncllm.engine.adapter import Adapter
+from asyncllm.engine.adapters import AdapterManager
 from asyncllm.engine.arrival import Submission
 from asyncllm.engine.beam_search import BeamSearchClient
 from asyncllm.engine.block_manager import BlockManager

@@ -69,9 +69,9 @@ def select_add_lora(device: torch.device) -> AddLoRA:
     """Triton's on CUDA, else plain torch."""
     if device.type != "cuda":
         return add_lora_torch
-    from asyncllm.kernels.lora.kernel import TritonLoRA  # slow to import
+    from asyncllm.kernels.lora.kernel import add_lora_triton  # slow to import
 
-    return TritonLoRA(device)
+    return add_lora_triton
 
 
 def select_states(cache: StateCache, device: torch.device) -> StateBackend:

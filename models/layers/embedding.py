@@ -95,11 +95,9 @@ class LMHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, size] -> [S, vocab_size], in the model's dtype."""
-
-        def product() -> torch.Tensor:
-            return self._ops.product(Normed(hidden), self.weight)
-
-        logits = product() if self._lora is None else self._lora.add(product, hidden)
+        logits = self._ops.product(Normed(hidden), self.weight)
+        if self._lora is not None:
+            logits = self._lora.add(logits, hidden)
         if self._scale != 1.0:
             logits.mul_(self._scale)
         if self._soft_cap is not None:

@@ -60,10 +60,9 @@ class Router:
                 self._lora.base = {**self._lora.base, "bias": self._bias}
 
     def __call__(self, x: Normed) -> Routed:
-        if self._lora is None:
-            logits = self._product(x)
-        else:
-            logits = self._lora.add(lambda: self._product(x), x.values)
+        logits = self._product(x)
+        if self._lora is not None:
+            logits = self._lora.add(logits, x.values)
         return self._ops.route(logits, self._correction, self._routing)
 
     def _product(self, x: Normed) -> torch.Tensor:

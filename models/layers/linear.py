@@ -85,9 +85,8 @@ class Linear:
     def __call__(self, x: Normed) -> torch.Tensor:
         """The product: [T, in_features] -> [T, sum of the parts' features], and its adapters'. Of
         columns it is this rank's summand."""
-        if self._lora is None:
-            return self._method.product(self.weights, x)
-        return self._lora.add(lambda: self._method.product(self.weights, x), x.values)
+        product = self._method.product(self.weights, x)
+        return product if self._lora is None else self._lora.add(product, x.values)
 
     def with_epilogue(self, x: Normed, epilogue: Epilogue[Out]) -> Out:
         """The epilogue of the product, by one kernel where the method has one and nothing comes

@@ -31,11 +31,9 @@ from asyncllm.kernels.records import WholeWeights
 from asyncllm.models.layers.linear_method import LinearShape
 from asyncllm.types import NO_ADAPTER
 
-# (makes the product [T, out], x [T, in], weights, slots int32 [T]): the product, with what each
-# token's adapter adds. Only enqueues, and may be captured, where its device has streams.
-AddLoRA = Callable[
-    [Callable[[], torch.Tensor], torch.Tensor, LoRAWeights, torch.Tensor], torch.Tensor
-]
+# (product [T, out], x [T, in], weights, slots int32 [T]): the product, with what each token's
+# adapter adds, in place. Only enqueues, and may be captured, where its device has streams.
+AddLoRA = Callable[[torch.Tensor, torch.Tensor, LoRAWeights, torch.Tensor], torch.Tensor]
 ALL = slice(None)
 ALIGNMENT = 64  # elements: kernels read a slot's matrices in 16 bytes
 
@@ -43,15 +41,14 @@ L = TypeVar("L", bound="AdaptedLayer")
 
 
 def add_lora_torch(
-    product: Callable[[], torch.Tensor], x: torch.Tensor, weights: LoRAWeights, slots: torch.Tensor
+    product: torch.Tensor, x: torch.Tensor, weights: LoRAWeights, slots: torch.Tensor
 ) -> torch.Tensor:
     """The reference `AddLoRA`, for a CPU: one product for each adapter that tokens use."""
-    out = product()
     for slot in slots.unique().tolist():
         if slot == NO_ADAPTER:
             continue
         tokens = (slots == slot).nonzero().squeeze(1)
-        mine, its = x[tokens], out[tokens]
+        mine, its = x[tokens], product[tokens]
         for whole in weights.whole:
             if whole.is_there[slot]:
                 features = slice(whole.first, whole.first + whole.weight.shape[1])
@@ -61,8 +58,8 @@ def add_lora_torch(
         parts = weights.b[slot].split(weights.sizes)
         deltas = [h @ b.T for h, b in zip(ranks, parts, strict=True)]
         its.addcmul_(its, weights.gain[slot])
-        out[tokens] = its.add_(torch.cat(deltas, dim=1)).add_(weights.bias[slot])
-    return out
+        product[tokens] = its.add_(torch.cat(deltas, dim=1)).add_(weights.bias[slot])
+    return product
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +288,7 @@ class LoRALayer:
         """Whether rows of the pass that runs have adapters."""
         return self._owner.row_slots is not None
 
-    def add(self, product: Callable[[], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    def add(self, product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """The product [T, out] of x [T, in], with the rows' deltas."""
         slots = self._owner.row_slots
-        return product() if slots is None else self._owner.add(product, x, self.weights, slots)
+        return product if slots is None else self._owner.add(product, x, self.weights, slots)

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from asyncllm import AsyncLLMEngine, SamplingParams
-from asyncllm.engine.adapters import Adapter, AdapterManager
+from asyncllm.engine.adapter import Adapter
+from asyncllm.engine.adapters import AdapterManager
 from asyncllm.errors import EngineDeadError, InvalidRequestError, LoRALoadError, QueueFullError
 from asyncllm.lora import LoRARequest
 from asyncllm.models.lora_adapter import AdapterInfo

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from asyncllm import AsyncLLMEngine
-from asyncllm.errors import ModelLoadError
+from asyncllm.errors import EngineDeadError, ModelLoadError, RequestFailedError
 from tests.parallel.engines import SMALL, expect_same, followers
-from tests.parallel.test_lost_ranks import ENDS_WITHIN_SECONDS, expect_all_end
+from tests.parallel.test_lost_ranks import ENDS_WITHIN_SECONDS, LONG, collect
 from tests.parallel.test_two_ranks import ASKS, answers
 from tests.server.process import served
 from tests.waiting import PATIENCE_SECONDS, run, until
@@ -56,6 +56,22 @@ def worker(port: int, *flags: str, secret: str = SECRET) -> Iterator[subprocess.
 
 def hosts(port: int, secret_file: str, **args: Any) -> dict[str, Any]:
     return {"nnodes": 2, "master_port": port, "join_secret_file": secret_file} | args
+
+
+async def expect_end(engine: AsyncLLMEngine, reason: str) -> None:
+    """Two requests that run end within ENDS_WITHIN_SECONDS, and the engine does: ranks that others
+    have started do not come back by its doing."""
+    running = [asyncio.ensure_future(collect(engine, prompt)) for prompt in ("Once", "The dog")]
+    start = time.monotonic()
+    for each in running:
+        with pytest.raises((RequestFailedError, EngineDeadError)):
+            await each
+    assert time.monotonic() - start < ENDS_WITHIN_SECONDS
+    assert reason in await asyncio.wait_for(engine.wait_failed(), ENDS_WITHIN_SECONDS)
+    health = engine.health()
+    assert health is not None and "rank 1 of 2" in health and reason in health
+    with pytest.raises(EngineDeadError):
+        await engine.generate("Once", LONG)
 
 
 @pytest.mark.slow
@@ -101,7 +117,7 @@ def test_a_joined_rank_that_dies_or_stands_still(
         args = SMALL | {"num_gpu_blocks_override": 2000} | args
         async with AsyncLLMEngine("tiny", **args) as engine:
             asyncio.get_running_loop().call_later(0.3, os.kill, joined.pid, number)
-            await expect_all_end(engine, reason)
+            await expect_end(engine, reason)
 
     with worker(port) as joined:
         run(test())

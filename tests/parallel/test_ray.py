@@ -14,7 +14,8 @@ import pytest
 from asyncllm import AsyncLLMEngine, EngineArgs
 from asyncllm.errors import ModelLoadError
 from tests.parallel.engines import SMALL, expect_same
-from tests.parallel.test_lost_ranks import ENDS_WITHIN_SECONDS, expect_all_end
+from tests.parallel.test_joined_ranks import expect_end
+from tests.parallel.test_lost_ranks import ENDS_WITHIN_SECONDS
 from tests.parallel.test_two_ranks import ASKS, answers
 from tests.waiting import run, until
 
@@ -97,7 +98,7 @@ def test_a_rank_of_ray_that_dies_or_stands_still(
         async with AsyncLLMEngine("tiny", **args) as engine:
             (rank,) = ranks()
             asyncio.get_running_loop().call_later(0.3, os.kill, rank, number)
-            await expect_all_end(engine, reason)
+            await expect_end(engine, reason)
             async with asyncio.timeout(ENDS_WITHIN_SECONDS):
                 await until(lambda: not ranks())  # one that stands still, too
 
@@ -114,7 +115,7 @@ def test_a_task_of_ray_that_dies(cluster: None) -> None:
             (rank,) = ranks()
             task = parent(rank)
             asyncio.get_running_loop().call_later(0.3, os.kill, task, signal.SIGKILL)
-            await expect_all_end(engine, "died")
+            await expect_end(engine, "died")
             assert not ranks()
 
     run(test())

@@ -11,8 +11,6 @@ in one order, whatever its neighbours are. Of the adapters only those that token
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -205,37 +203,13 @@ def _tile(num_tokens: int) -> tuple[int, int]:
     return tokens, triton.cdiv(num_tokens, tokens)
 
 
-class TritonLoRA:
-    """`AddLoRA`. overlaps: it shrinks on a stream of its own while the product is made.
-
-    A base product of few tokens waits for its weights and leaves room on every SM; in a graph the
-    two are branches. What one stream allocated is given back after the other has waited for it.
-    """
-
-    def __init__(self, device: torch.device, *, overlaps: bool = False) -> None:
-        self._beside = torch.cuda.Stream(device) if overlaps else None
-
-    def __call__(
-        self,
-        product: Callable[[], torch.Tensor],
-        x: torch.Tensor,
-        weights: LoRAWeights,
-        slots: torch.Tensor,
-    ) -> torch.Tensor:
-        if self._beside is None:
-            out = product()
-            replace(out, x, weights, slots)
-            expand(out, shrink(x, weights, slots), weights, slots)
-            return out
-        current = torch.cuda.current_stream(x.device)
-        self._beside.wait_stream(current)
-        with torch.cuda.stream(self._beside):
-            partial = shrink(x, weights, slots)
-        out = product()
-        replace(out, x, weights, slots)
-        current.wait_stream(self._beside)
-        expand(out, partial, weights, slots)
-        return out
+def add_lora_triton(
+    product: torch.Tensor, x: torch.Tensor, weights: LoRAWeights, slots: torch.Tensor
+) -> torch.Tensor:
+    """An `AddLoRA`."""
+    replace(product, x, weights, slots)
+    expand(product, shrink(x, weights, slots), weights, slots)
+    return product
 
 
 def _pieces(in_features: int, tiles: int) -> tuple[int, int]:

@@ -1,0 +1,132 @@
+"""Families with experts in place of the feed-forward.
+
+Qwen3, on all layers but those that the file names; Qwen2, and beside its experts one that every
+token passes through, times its own gate; OLMoE, with norms of q and k over all their heads;
+Mixtral, which is Mistral with experts in every layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from asyncllm.model_config import ModelConfig
+from asyncllm.models.decoder import DecoderSpec, DenseDecoder, FeedForward
+from asyncllm.models.dense import qwen3_spec
+from asyncllm.models.layers.attention import AttentionSpec
+from asyncllm.models.layers.build import Build
+from asyncllm.models.layers.experts import Experts, Router
+from asyncllm.models.layers.experts_method import ExpertsShape, load_each
+from asyncllm.models.layers.linear import Linear
+from asyncllm.models.layers.mlp import MLP, MLPSpec
+from asyncllm.models.layers.ops import Routing
+from asyncllm.models.supported import activation_of, layer_windows, positive, require
+
+LOAD = load_each(gate="gate_proj", up="up_proj", down="down_proj")
+MIXTRAL_LOAD = load_each(gate="w1", up="w3", down="w2")
+
+
+def build_qwen3_moe(config: ModelConfig, build: Build) -> DenseDecoder:
+    shape = qwen_experts(config)
+
+    def feed_forward(index: int, name: str) -> FeedForward:
+        if not has_experts(config, index):
+            return dense_mlp(config, name, build)
+        router = Router(f"{name}.gate", shape, qwen_routing(config), build)
+        return Experts(f"{name}.experts", shape, router, build)
+
+    return DenseDecoder(config, replace(qwen3_spec(config), feed_forward=feed_forward), build)
+
+
+def build_qwen2_moe(config: ModelConfig, build: Build) -> DenseDecoder:
+    hf, shape = config.hf_config, qwen_experts(config)
+
+    def feed_forward(index: int, name: str) -> FeedForward:
+        if not has_experts(config, index):
+            return dense_mlp(config, name, build)
+        size = positive(config, "shared_expert_intermediate_size")
+        spec = MLPSpec(activation=shape.activation)
+        shared = MLP(f"{name}.shared_expert", hf.hidden_size, size, spec, build)
+        gate = Linear(name, {"shared_expert_gate": 1}, hf.hidden_size, False, build)
+        router = Router(f"{name}.gate", shape, qwen_routing(config), build)
+        return Experts(f"{name}.experts", shape, router, build, shared, gate)
+
+    spec = DecoderSpec(
+        layer_windows(config),
+        attention=AttentionSpec(qkv_bias=hf.qkv_bias),
+        feed_forward=feed_forward,
+    )
+    return DenseDecoder(config, spec, build)
+
+
+def build_olmoe(config: ModelConfig, build: Build) -> DenseDecoder:
+    require(config, clip_qkv=(None,))
+    hf = config.hf_config
+    shape = ExpertsShape(
+        num_experts=positive(config, "num_experts"),
+        hidden_size=hf.hidden_size,
+        size=hf.intermediate_size,
+        load=LOAD,
+        activation=activation_of(config),
+    )
+
+    def feed_forward(index: int, name: str) -> FeedForward:
+        router = Router(f"{name}.gate", shape, qwen_routing(config), build)
+        return Experts(f"{name}.experts", shape, router, build)
+
+    bias = hf.attention_bias
+    spec = DecoderSpec(
+        windows=(None,) * config.num_layers,
+        attention=AttentionSpec(qkv_bias=bias, output_bias=bias, qk_norm="all"),
+        feed_forward=feed_forward,
+    )
+    return DenseDecoder(config, spec, build)
+
+
+def build_mixtral(config: ModelConfig, build: Build) -> DenseDecoder:
+    hf = config.hf_config
+    shape = ExpertsShape(
+        num_experts=positive(config, "num_local_experts"),
+        hidden_size=hf.hidden_size,
+        size=hf.intermediate_size,
+        load=MIXTRAL_LOAD,
+        parts=("w1", "w3", "w2"),
+        activation=activation_of(config),
+    )
+    top_k = positive(config, "num_experts_per_tok", at_most="num_local_experts")
+    routing = Routing(top_k, renormalise=True)
+
+    def feed_forward(index: int, name: str) -> FeedForward:
+        name = name.removesuffix("mlp") + "block_sparse_moe"
+        router = Router(f"{name}.gate", shape, routing, build)
+        return Experts(f"{name}.experts", shape, router, build)
+
+    spec = DecoderSpec(layer_windows(config), feed_forward=feed_forward)
+    return DenseDecoder(config, spec, build)
+
+
+def qwen_experts(config: ModelConfig) -> ExpertsShape:
+    return ExpertsShape(
+        num_experts=positive(config, "num_experts"),
+        hidden_size=config.hf_config.hidden_size,
+        size=positive(config, "moe_intermediate_size"),
+        load=LOAD,
+        activation=activation_of(config),
+    )
+
+
+def qwen_routing(config: ModelConfig) -> Routing:
+    return Routing(
+        top_k=positive(config, "num_experts_per_tok", at_most="num_experts"),
+        renormalise=config.hf_config.norm_topk_prob,
+    )
+
+
+def has_experts(config: ModelConfig, index: int) -> bool:
+    hf = config.hf_config
+    is_sparse = (index + 1) % positive(config, "decoder_sparse_step") == 0
+    return is_sparse and index not in hf.mlp_only_layers
+
+
+def dense_mlp(config: ModelConfig, name: str, build: Build) -> MLP:
+    hf, spec = config.hf_config, MLPSpec(activation=activation_of(config))
+    return MLP(name, hf.hidden_size, hf.intermediate_size, spec, build)
