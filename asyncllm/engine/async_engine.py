@@ -287,7 +287,8 @@ class AsyncLLMEngine:
 
     def _on_its_loop(self) -> Core:
         core = self._core or self._running()
-        self._check_loop()
+        if asyncio.get_running_loop() is not self._loop:  # one call less for each request
+            self._check_loop()
         return core
 
     def _has_a_loop(self) -> bool:

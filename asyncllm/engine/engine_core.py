@@ -42,6 +42,7 @@ from asyncllm.host import in_own_thread
 from asyncllm.lora import LoRARequest
 from asyncllm.mesh_config import RankStats
 from asyncllm.types import Request
+from asyncllm.worker.ranks.group import RankLostError
 from asyncllm.worker.worker import Worker
 
 logger = logging.getLogger("asyncllm")
@@ -262,6 +263,8 @@ class EngineCore:
         self.steps.record(None)
         try:
             await in_own_thread(self.worker.drain)
+        except RankLostError as lost:  # the group's own word of it may still be on its way
+            self._lose_rank(str(lost))
         except Exception as lost:
             self._die(f"the device is lost: {lost}")
 

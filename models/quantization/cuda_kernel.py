@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from asyncllm.kernels.quant_gemm.gemv import gemv, gemv_add_norm
 from asyncllm.kernels.quant_gemm.matrix import (
     FORMATS,
     MOST_IN_16_BITS,
@@ -25,8 +26,7 @@ from asyncllm.kernels.quant_gemm.matrix import (
     to_words,
 )
 from asyncllm.kernels.quant_gemm.product import CHUNK
-from asyncllm.kernels.quant_gemm.row import one_row, one_row_add_norm
-from asyncllm.kernels.quant_gemm.rows import several_rows
+from asyncllm.kernels.quant_gemm.skinny_gemm import skinny_gemm
 from asyncllm.models.layers.linear_method import Weights, put
 from asyncllm.models.layers.ops import Epilogue, FusedProducts, Norm, Normed, Ops, Out
 from asyncllm.models.quantization.scheme import CODE_VALUES, FP8_MAX, Scheme, unpack
@@ -98,12 +98,12 @@ class CudaKernel:
             return self._dequantized(scheme, weights, _ordered(weights, x).whole())
         matrix = self.matrix(scheme, weights)
         if num_rows == 1:
-            return one_row(_ordered(weights, x), matrix)
+            return gemv(_ordered(weights, x), matrix)
         values = _ordered(weights, x).whole()
         if _in_fp8(scheme, weights, num_rows):
             return self._fp8(scheme, weights, values, x.in_bytes)
         if num_rows <= SOME_ROWS:
-            return several_rows(values, matrix)
+            return skinny_gemm(values, matrix)
         if scheme.kind == "int8" and scheme.activations is not None and _aligned(weights):
             values8, scales = x.in_bytes or quantize_rows(values, torch.int8)
             sums = torch._int_mm(values8, matrix.weight.T)
@@ -156,8 +156,8 @@ class _InKernel(FusedProducts):
         self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         if x.values.shape[0] == 1:
-            return one_row(x, self.matrix, gated=True)
-        return several_rows(x.whole(), self.matrix, gated=True)
+            return gemv(x, self.matrix, gated=True)
+        return skinny_gemm(x.whole(), self.matrix, gated=True)
 
     def product_add_rms_norm(
         self,
@@ -169,7 +169,7 @@ class _InKernel(FusedProducts):
     ) -> Normed | None:
         if x.values.shape[0] > 1:
             return None
-        return one_row_add_norm(x.whole(), self.matrix, residual, norm)
+        return gemv_add_norm(x.whole(), self.matrix, residual, norm)
 
 
 def takes_groups(scheme: Scheme) -> bool:

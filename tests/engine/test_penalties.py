@@ -111,7 +111,7 @@ def test_counts_are_what_was_said(mode: str, budget: int, monkeypatch: pytest.Mo
 
     def checked(self: EngineSteps, plan: StepPlan, result: StepResult) -> None:
         finish(self, plan, result)
-        state = self._worker.runner._state
+        state = self.worker.runner._state
         for init in plan.slot_inits:
             if len(init.token_ids) > init.seq.num_prompt_tokens:
                 returned[bool(plan.prefills)] += 1

@@ -78,10 +78,10 @@ def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.mark.parametrize("is_even", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_products(scheme: Scheme, is_even: bool) -> None:
+    from asyncllm.kernels.quant_gemm.gemv import gemv
     from asyncllm.kernels.quant_gemm.matrix import block_of
     from asyncllm.kernels.quant_gemm.matrix import dequantize as dequantize_by_kernel
-    from asyncllm.kernels.quant_gemm.row import one_row
-    from asyncllm.kernels.quant_gemm.rows import Tiles, several_rows
+    from asyncllm.kernels.quant_gemm.skinny_gemm import Tiles, skinny_gemm
     from asyncllm.kernels.records import Normed
 
     shape = shape_of(scheme, is_even)
@@ -89,18 +89,18 @@ def test_products(scheme: Scheme, is_even: bool) -> None:
     x = torch.randn(max(ROWS), shape[1], device=DEVICE, dtype=DTYPE)
     expected = x.float() @ exact.T + bias.float()
     assert error(dequantize_by_kernel(matrix, DTYPE), exact) < TOLERANCE
-    assert error(one_row(Normed(x[:1]), matrix), expected[:1]) < TOLERANCE
+    assert error(gemv(Normed(x[:1]), matrix), expected[:1]) < TOLERANCE
     for rows in ROWS:
-        assert error(several_rows(x[:rows], matrix), expected[:rows]) < TOLERANCE
-    split = several_rows(x[:2], matrix, tiles=Tiles(16, 16, block_of(matrix, 32), 2, 4, 2))
+        assert error(skinny_gemm(x[:rows], matrix), expected[:rows]) < TOLERANCE
+    split = skinny_gemm(x[:2], matrix, tiles=Tiles(16, 16, block_of(matrix, 32), 2, 4, 2))
     assert error(split, expected[:2]) < TOLERANCE
     gate, up = expected[:3].chunk(2, dim=1)
-    assert error(several_rows(x[:3], matrix, gated=True), F.silu(gate) * up) < 2 * TOLERANCE
+    assert error(skinny_gemm(x[:3], matrix, gated=True), F.silu(gate) * up) < 2 * TOLERANCE
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_what_ends_a_product_of_one_row(scheme: Scheme) -> None:
-    from asyncllm.kernels.quant_gemm.row import one_row, one_row_add_norm
+    from asyncllm.kernels.quant_gemm.gemv import gemv, gemv_add_norm
     from asyncllm.kernels.records import Norm, Normed
 
     shape = shape_of(scheme, is_even=True)
@@ -110,12 +110,12 @@ def test_what_ends_a_product_of_one_row(scheme: Scheme) -> None:
     normed = Normed(x, squares, 1e-5)
     product = normed.whole().float() @ exact.T + bias.float()
     gate, up = product.chunk(2, dim=1)
-    assert error(one_row(normed, matrix, gated=True), F.silu(gate) * up) < 2 * TOLERANCE
+    assert error(gemv(normed, matrix, gated=True), F.silu(gate) * up) < 2 * TOLERANCE
 
     residual = torch.randn(1, shape[0], device=DEVICE, dtype=DTYPE)
     norm = Norm(torch.randn(shape[0], device=DEVICE, dtype=DTYPE), 1e-5)
     total = residual.float() + x.float() @ exact.T + bias.float()
-    ours = one_row_add_norm(x, matrix, residual, norm)
+    ours = gemv_add_norm(x, matrix, residual, norm)
     assert error(residual, total) < TOLERANCE
     expected = total * (total.square().mean(1, keepdim=True) + 1e-5).rsqrt() * norm.weight.float()
     assert error(ours.whole(), expected) < 2 * TOLERANCE
@@ -208,7 +208,7 @@ def test_a_model_quantises_where_its_products_take_it(
 
 
 def by_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncllm.kernels.quant_gemm import row
+    from asyncllm.kernels.quant_gemm import gemv
     from asyncllm.kernels.records import Normed
     from asyncllm.models.quantization import select
     from asyncllm.models.quantization.cuda_experts import CudaExperts
@@ -220,7 +220,7 @@ def by_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
             TorchOps, name, lambda self, x, *rest, call=plain: call(self, Normed(x.whole()), *rest)
         )
     # The interpreter takes programs one after the other.
-    monkeypatch.setattr(row, "choose_row_tiles", lambda matrix, gated: row.RowTiles(64, 128, 4))
+    monkeypatch.setattr(gemv, "choose_row_tiles", lambda matrix, gated: gemv.RowTiles(64, 128, 4))
     kernel = CudaKernel(DEVICE, DTYPE, TorchOps())
     monkeypatch.setattr(select, "select_kernels", lambda *_: (kernel, CudaExperts(kernel)))
 

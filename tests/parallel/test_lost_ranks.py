@@ -13,10 +13,11 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ from asyncllm.model_config import resolve_model_path
 from asyncllm.worker.packed_step import padding_prompt
 from asyncllm.worker.ranks import group
 from asyncllm.worker.ranks.group import WorkerGroup
-from asyncllm.worker.ranks.messages import Kind
+from asyncllm.worker.ranks.messages import Kind, encode
 from tests.engine.adapter_files import write_tiny_adapter
 from tests.parallel.engines import SMALL, Ask, expect_same, followers, greedy
 from tests.server.process import served
@@ -122,6 +123,24 @@ def test_a_rank_that_dies_or_stands_still(
 
 
 @pytest.mark.slow
+def test_a_step_that_fails_before_the_group_has_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two come from different threads; whichever is first, the ranks are started again."""
+
+    def late(self: WorkerGroup, tell: Callable[[str], object]) -> None:
+        on_failure(self, lambda why: threading.Timer(1, tell, [why]).start())
+
+    on_failure = WorkerGroup.on_failure
+    monkeypatch.setattr(WorkerGroup, "on_failure", late)
+
+    async def test() -> None:
+        async with engine_of_two() as (engine, follower):
+            asyncio.get_running_loop().call_later(0.3, os.kill, follower, signal.SIGKILL)
+            await expect_all_end(engine, "its process ended with -9", comes_back=True)
+
+    run(test())
+
+
+@pytest.mark.slow
 def test_a_rank_that_waits_for_what_rank_0_does_not_do() -> None:
     async def test() -> None:
         async with engine_of_two(distributed_timeout_seconds=3) as (engine, _):
@@ -143,8 +162,10 @@ def test_a_rank_that_is_told_of_a_step_twice() -> None:
             send, sent = thread.send, []
 
             def send_one_twice(frame: bytes) -> None:
-                sent.append(frame)
-                for _ in range(2 if len(sent) == 9 else 1):
+                has_place = frame != encode(Kind.PING)
+                if has_place:
+                    sent.append(frame)
+                for _ in range(2 if has_place and len(sent) == 9 else 1):
                     send(frame)
 
             thread.send = send_one_twice  # type: ignore[method-assign]

@@ -43,7 +43,7 @@ class Tiles:
 
 
 @triton.jit
-def _few_rows(
+def _rows_of_expert(
     ids_ptr, num_tokens, candidate, BY_EXPERT: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr, TOP_K_PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -70,7 +70,7 @@ def _sorted_rows(
     counts_ptr, order_ptr, block, NUM_EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr,
     TOP_K: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """As `_few_rows`, of a block of sorted rows. order: assignment + 1, 0 for padding."""
+    """As `_rows_of_expert`, of a block of sorted rows. order: assignment + 1, 0 for padding."""
     expert = tl.arange(0, EXPERTS_PADDED)
     counts = tl.load(counts_ptr + expert, expert < NUM_EXPERTS, other=0)
     ends = tl.cumsum((counts + ROWS - 1) // ROWS, axis=0)
@@ -117,7 +117,7 @@ def _experts_kernel(
             counts_ptr, order_ptr, candidate, NUM_EXPERTS, EXPERTS_PADDED, TOP_K, ROWS
         )
     else:
-        expert, token, assignment, is_row = _few_rows(
+        expert, token, assignment, is_row = _rows_of_expert(
             ids_ptr, num_tokens, candidate, BY_EXPERT, NUM_EXPERTS, TOP_K, TOP_K_PADDED, ROWS
         )
     if expert < NUM_EXPERTS:

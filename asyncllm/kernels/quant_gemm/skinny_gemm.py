@@ -105,7 +105,7 @@ def choose_tiles(num_rows: int, matrix: Quantized, gated: bool, sms: int) -> Til
     return Tiles(rows, tile, block_of(matrix, 128), splits, 4, num_stages)
 
 
-def several_rows(
+def skinny_gemm(
     x: torch.Tensor,
     matrix: Quantized,
     gated: bool = False,

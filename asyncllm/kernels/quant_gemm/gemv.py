@@ -1,4 +1,4 @@
-"""One row times a quantised matrix, with what comes before and after it, as gemv.py has it.
+"""One row times a quantised matrix, with what comes before and after it, as kernels/gemv has it.
 
 Codes of four bits become numbers by their bits: those of int4 are the mantissa of 16 + code, and
 24 times the sum of the inputs is taken off again.
@@ -107,7 +107,7 @@ def _row_kernel(
     HAS_BIAS: tl.constexpr, ADD: tl.constexpr, SQUARES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile is [FEATURES, BLOCK / LANES, LANES] words of four bits or bytes; LANES are 16 words of
-    a chunk, or one byte. The rest is as in gemv."""
+    a chunk, or one byte. The rest is as in kernels/gemv."""
     LANES: tl.constexpr = 16 if FORMAT >= 2 else 1
     STORED: tl.constexpr = (WIDTH + 127) // 128 * 16 if FORMAT >= 2 else WIDTH
     feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
@@ -178,7 +178,7 @@ def _row_kernel(
     )  # fmt: skip
 
 
-def one_row(
+def gemv(
     x: Normed, matrix: Quantized, gated: bool = False, tiles: RowTiles | None = None
 ) -> torch.Tensor:
     """x [1, columns] times the matrix, and its bias: [1, features]. gated: silu of the first half
@@ -188,7 +188,7 @@ def one_row(
     return out
 
 
-def one_row_add_norm(
+def gemv_add_norm(
     x: torch.Tensor,
     matrix: Quantized,
     residual: torch.Tensor,
