@@ -69,6 +69,10 @@ class Script:
         self.note(f"constrain {plan.step_id}")
         self.emit()
 
+    async def end(self, plan: StepPlan, launched: Launched) -> None:
+        if plan.needs_host:
+            await self.constrain(plan, launched)
+
     def finish(self, plan: StepPlan, result: StepResult) -> None:
         assert result.token_ids == [plan.step_id], "the result of another step"
         self.note(f"finish {plan.step_id}")

@@ -13,6 +13,8 @@ import logging
 import os
 import socket
 import threading
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -48,6 +50,7 @@ class Follower:
         self._socket = connected
         self._messages: SimpleQueue[Message] = SimpleQueue()
         self._num_begun = self._num_done = 0  # messages that have a place
+        self._begun: deque[Callable[[bool], object]] = deque()  # what ends each step, once sampled
         self._mesh: CollectiveMesh | None = None
         self._sending = threading.Lock()
         threading.Thread(target=self._read, name="asyncllm-rank-0", daemon=True).start()
@@ -93,7 +96,10 @@ class Follower:
     def _do(self, worker: Worker, message: Message) -> None:
         match message:
             case (Kind.STEP, *content):
-                worker.runner.follow(decode_step(content), self._is_masked)
+                if (end := worker.runner.follow(decode_step(content))) is not None:
+                    self._begun.append(end)
+            case (Kind.SAMPLE, bool(is_masked)) if self._begun:
+                self._begun.popleft()(is_masked)
             case (Kind.CLEAR_PAGES, page_ids):
                 worker.command(ClearPages(page_ids))
             case (Kind.CAPTURE_GRAPH,):
@@ -116,15 +122,6 @@ class Follower:
                 self._send(Kind.DONE, "" if same else f"{own} calls of the mesh, not {num_calls}")
             case _:
                 raise ValueError(f"rank 0 said {message!r:.100}")
-
-    def _is_masked(self) -> bool:
-        """Wait until rank 0 samples a step that needs the host, and say whether by masks."""
-        match self._next():
-            case (Kind.SAMPLE, bool(is_masked)):
-                self._num_done += 1
-                return is_masked
-            case message:
-                raise ValueError(f"rank 0 said {message!r:.100} amid a step")
 
     # --- the connection ----------------------------------------------------------------------
 
