@@ -252,7 +252,7 @@ class DenseDecoder:
         """The residual before this stage's layers, [T, hidden_size]."""
         if self._mesh.config.stage == 0:
             return self.embed_tokens(token_ids)
-        return self.received[: len(token_ids)]
+        return self.received[: len(token_ids)].clone()  # as layers add to it in place
 
     def last_norm(self, num_tokens: int) -> torch.Tensor:
         """Hidden states [num_tokens, hidden_size], on the first stage, of what the last one has
