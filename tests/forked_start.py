@@ -35,7 +35,7 @@ ROOM_BYTES = 500  # for a child's command line
 
 
 class ForkedChild:
-    """What `start_child`'s callers use of `subprocess.Popen`."""
+    """It does what `start_child`'s callers ask of `subprocess.Popen`."""
 
     def __init__(self, process_id: int) -> None:
         self.pid = process_id
