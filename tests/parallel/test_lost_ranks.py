@@ -97,6 +97,7 @@ async def collect(engine: AsyncLLMEngine, prompt: str) -> None:
         pass
 
 
+@pytest.mark.true_start
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "reason"),
@@ -179,6 +180,7 @@ def group_of(engine: AsyncLLMEngine) -> WorkerGroup:
     return engine._core.worker.group
 
 
+@pytest.mark.true_start
 @pytest.mark.slow
 def test_a_rank_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The start raises what it says; the other one ends, too."""
@@ -194,6 +196,7 @@ def test_a_rank_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     run(test())
 
 
+@pytest.mark.true_start
 @pytest.mark.slow
 def test_a_rank_that_dies_while_it_loads() -> None:
     async def test() -> None:
@@ -209,6 +212,7 @@ def test_a_rank_that_dies_while_it_loads() -> None:
     run(test())
 
 
+@pytest.mark.true_start
 @pytest.mark.slow
 def test_a_start_that_is_cancelled_leaves_no_process() -> None:
     async def test() -> None:
@@ -323,6 +327,7 @@ def test_a_rank_that_is_lost_again_and_again() -> None:
     run(test())
 
 
+@pytest.mark.true_start
 @pytest.mark.slow
 def test_an_engine_that_is_closed_while_its_ranks_start_again() -> None:
     async def test() -> None:
