@@ -8,7 +8,7 @@ window are checked by the input processor.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from itertools import compress
 from operator import attrgetter, is_not
@@ -168,6 +168,9 @@ class SamplingParams:
         """A copy that no later change reaches. Raises `InvalidRequestError` for a change before."""
         values = zip(_NAMES, _values_of(self), strict=True)
         own: dict[str, Any] = {k: v.copy() for k, v in values if isinstance(v, list | dict)}
+        for name in ("repetition_detection", "structured_outputs"):
+            if is_dataclass(given := getattr(self, name)):
+                own[name] = replace(given)  # checked when made, as these are
         return replace(self, **own)
 
     def _check_together(self) -> None:
