@@ -9,6 +9,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -22,7 +23,6 @@ from asyncllm.gguf_file import LLAMA3, GGUFHeader
 from asyncllm.model_config import BUILTIN_MODELS, ModelConfig, resolve_model_path
 from asyncllm.models.gguf_checkpoint import NAMES, PARTS, GGUFCheckpoint
 
-gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
 TINY = BUILTIN_MODELS["tiny"]
 BACK = {ours: theirs for theirs, ours in (NAMES | PARTS).items()}
 
