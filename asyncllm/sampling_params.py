@@ -8,7 +8,7 @@ window are checked by the input processor.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from itertools import compress
 from operator import attrgetter, is_not
@@ -169,8 +169,9 @@ class SamplingParams:
         values = zip(_NAMES, _values_of(self), strict=True)
         own: dict[str, Any] = {k: v.copy() for k, v in values if isinstance(v, list | dict)}
         for name in ("repetition_detection", "structured_outputs"):
-            if is_dataclass(given := getattr(self, name)):
-                own[name] = replace(given)  # checked when made, as these are
+            given = getattr(self, name)
+            if isinstance(given, RepetitionDetectionParams | StructuredOutputsParams):
+                own[name] = replace(given)  # checked when made
         return replace(self, **own)
 
     def _check_together(self) -> None:
