@@ -113,7 +113,7 @@ def test_more_layers_than_the_checkpoint_has_are_refused(tmp_path, max_shard_siz
 
 @pytest.mark.parametrize("num_layers", [29, 9999])
 def test_more_layers_than_the_checkpoint_has_tensors_are_refused(tmp_path, num_layers):
-    """Of models that transformers' code computes: their layers have names of their own."""
+    """Models that transformers' code computes name their layers as they like."""
     config = GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=64, vocab_size=97)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)  # 2 * 12 tensors of layers, 2 * 2 others
     write_config(tmp_path, config, architectures=["GPT2LMHeadModel"], n_layer=num_layers)
