@@ -245,7 +245,7 @@ class DenseDecoder:
         return x.values if x.squares is None else self.norm(residual)
 
     def make_room(self, num_tokens: int) -> None:
-        """Of one of several stages: room for what another stage has made of so many tokens."""
+        """Have room for what another stage has made of so many tokens."""
         self.received = self._build.empty(num_tokens, self._hidden_size).zero_()
 
     def _begin(self, token_ids: torch.Tensor) -> torch.Tensor:

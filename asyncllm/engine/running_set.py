@@ -9,7 +9,6 @@ Invariant: `check_integrity()`; `seqs` is in order of service.
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
@@ -21,12 +20,12 @@ from asyncllm.types import PADDING_SLOT, Sequence, SequenceStatus
 
 
 class RunningSet:
-    """At most as many sequences as there are `slots`. `key`: the order of service. `fair_share`:
-    beside other sets no more are admitted, of all that run and wait."""
+    """At most as many sequences as there are `slots`. `key`: the order of service. `fair_share`: no
+    more are admitted, of all that run and wait; None where there is no other set."""
 
     def __init__(self, slots: range, key: Callable[[Sequence], tuple[int, int]]) -> None:
         self.slots = slots
-        self.fair_share = sys.maxsize
+        self.fair_share: int | None = None
         self.seqs: list[Sequence] = []
         self.forced: list[Sequence] = []  # members that got forced tokens since the last plan
         self._forked: set[Sequence] = set()  # members that may share the page they write to
@@ -44,6 +43,8 @@ class RunningSet:
 
     @property
     def num_admissible(self) -> int:
+        if self.fair_share is None:
+            return len(self._free_slots)
         return min(len(self._free_slots), max(self.fair_share - len(self.seqs), 0))
 
     @property

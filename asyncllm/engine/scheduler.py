@@ -73,6 +73,7 @@ class Scheduler:
         ends = [*starts[1:], max_num_seqs + 1]
         self.sets = [RunningSet(range(*each), self._key) for each in zip(starts, ends, strict=True)]
         self._turn = 0
+        self.running = self.sets[0]  # the set whose turn it is, or was
         self._requests: dict[str, Request] = {}
         self._by_priority = policy == "priority"
         self._stats = totals or SchedulerStats()
@@ -91,11 +92,6 @@ class Scheduler:
     @property
     def num_requests(self) -> int:
         return len(self._requests)
-
-    @property
-    def running(self) -> RunningSet:
-        """The set whose turn it is, or was."""
-        return self.sets[self._turn]
 
     def set_of(self, seq: Sequence) -> RunningSet:
         """Whose member a running sequence is."""
@@ -142,9 +138,7 @@ class Scheduler:
         do for the set whose turn it is."""
         self.publish_planned()
         if len(self.sets) > 1:
-            self._turn = (self._turn + 1) % len(self.sets)
-            num_live = sum(len(each.seqs) for each in self.sets) + len(self.waiting)
-            self.running.fair_share = -(-num_live // len(self.sets))
+            self._take_turns()
         draft = StepDraft(self._max_num_batched_tokens)
         if not self.running.is_idle:  # a first prompt waits for nothing that is not its own
             self._plan_decodes(draft)
@@ -155,6 +149,13 @@ class Scheduler:
         plan = draft.finish(self._next_step_id)
         self._unpublished = plan.prefills
         return plan
+
+    def _take_turns(self) -> None:
+        """The next set plans. It has no more than its share of all, so that the sets are equal."""
+        self._turn = (self._turn + 1) % len(self.sets)
+        self.running = self.sets[self._turn]
+        num_live = sum(len(each.seqs) for each in self.sets) + len(self.waiting)
+        self.running.fair_share = -(-num_live // len(self.sets))
 
     def publish_planned(self) -> None:
         """Have the next plans find what the last one computes of prompts."""

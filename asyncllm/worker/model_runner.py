@@ -257,7 +257,7 @@ class ModelRunner:
         rows: DecodeRows,
         prompt_lens: torch.Tensor | None,
     ) -> torch.Tensor:
-        """What the model's `forward` returns."""
+        """The model's `forward`."""
         inputs = TokenInputs(token_ids, rows.positions, prompt_lens)
         recur = no_recurrence if self._states is None else self._states.decode(slots)
         return self._model.forward(inputs, StepMixer(self._attention.decode(rows), recur))

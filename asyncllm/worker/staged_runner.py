@@ -57,7 +57,7 @@ class StagedRunner(ModelRunner):
     def last_step(
         self, slots: torch.Tensor, *, adapters: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `decode_step` returns, from what the last stage has made. Capturable."""
+        """The end of `decode_step`, from what the last stage has made. Capturable."""
         state = self._state
         if self.lora is not None:
             self.lora.select(state.adapters[slots] if adapters else None)

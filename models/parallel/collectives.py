@@ -84,8 +84,8 @@ class CollectiveMesh:
         self._forget_sent()
 
     def _forget_sent(self) -> None:
-        """Of NCCL what has ended. Gloo's end is seen by waiting alone: for the oldest, where there
-        are more than steps in flight, whose receiver has had it unless it is behind by as many."""
+        """Let go of sends that have ended. NCCL says so; Gloo's are waited for, the oldest where
+        there are more than steps in flight: its receiver is then behind by as many."""
         is_gloo = self._device.type == "cpu"
         while self._sending:
             call, _ = self._sending[0]

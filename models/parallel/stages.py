@@ -34,7 +34,7 @@ class Stages:
             self._mesh.receive(self.model.received[:num_tokens])
 
     def send(self, residual: torch.Tensor, *, returns: bool) -> None:
-        """What `forward` has made, to the next stage; from the last one, if it `returns`, to the
+        """Tell the next stage what `forward` has made; from the last one, if it `returns`, tell the
         first. It may be overwritten then."""
         if returns or not self._is_last:
             self._mesh.send(residual)

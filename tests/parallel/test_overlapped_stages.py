@@ -62,7 +62,7 @@ def test_two_steps_of_disjoint_rows_are_begun_before_one_is_ended() -> None:
 
 @pytest.mark.parametrize("is_ahead", [True, False])
 def test_a_step_that_fails_while_another_is_begun(is_ahead: bool) -> None:
-    """What is begun is ended on all ranks, which go on in step."""
+    """All ranks end what they have begun, and go on in step."""
 
     async def test() -> None:
         async with AsyncLLMEngine("tiny", **TWO, async_scheduling=is_ahead) as engine:
