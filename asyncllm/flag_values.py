@@ -124,7 +124,10 @@ def resolve_mesh(args: Any, device: str) -> MeshConfig:
     tp, pp = args.tensor_parallel_size, args.pipeline_parallel_size
     named = f"tensor_parallel_size {tp} times pipeline_parallel_size {pp}"
     if args.enable_expert_parallel and tp == 1:
-        raise ValueError("enable_expert_parallel needs a tensor_parallel_size above 1")
+        raise ValueError(
+            "enable_expert_parallel needs a tensor_parallel_size above 1: experts are divided over "
+            "the ranks of an engine, and engines of data_parallel_size do not share them"
+        )
     if (size := tp * pp) > MAX_RANKS:
         raise ValueError(f"{named} is over {MAX_RANKS}")
     if size % args.nnodes:

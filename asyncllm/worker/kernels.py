@@ -16,7 +16,7 @@ import torch
 from asyncllm.attention.state_cache import StateBackend, StateCache, TorchStates
 from asyncllm.graphs.captured_times import captured_seconds
 from asyncllm.kernels.gemm.cublas_lt import CublasLt
-from asyncllm.kernels.gemm.gemm_autotune import AutotunedGemm, GemmCache
+from asyncllm.kernels.gemm.gemm_autotune import Agree, AutotunedGemm, GemmCache
 from asyncllm.models.layers.lora import AddLoRA, add_lora_torch
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.torch_ops import TorchOps
@@ -89,17 +89,22 @@ def has_fast_ops(device: torch.device, dtype: torch.dtype) -> bool:
     return is_half and importlib.util.find_spec("flashinfer") is not None
 
 
-def select_ops(device: torch.device, dtype: torch.dtype, sizes: Collection[int]) -> Ops:
-    """`sizes`: tokens of the steps whose GEMMs are worth a choice."""
+def select_ops(
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: Collection[int],
+    agree: Agree | None = None,
+) -> Ops:
+    """`sizes`: tokens of the steps whose GEMMs are worth a choice, on which ranks `agree`."""
     if not has_fast_ops(device, dtype):
         return TorchOps()
     from asyncllm.models.layers.cuda_ops import CudaOps  # slow to import: Triton
 
-    return CudaOps(device, _select_gemm(device, dtype, sizes))
+    return CudaOps(device, _select_gemm(device, dtype, sizes, agree))
 
 
 def _select_gemm(
-    device: torch.device, dtype: torch.dtype, sizes: Collection[int]
+    device: torch.device, dtype: torch.dtype, sizes: Collection[int], agree: Agree | None
 ) -> AutotunedGemm | None:
     """None, for torch's own, where nothing is captured or there is no library to choose with."""
     if not sizes:
@@ -111,13 +116,21 @@ def _select_gemm(
         return None
     # How it is timed is part of it: what starts kept that launched one by one is not taken over.
     key = (torch.cuda.get_device_name(device), library.version, dtype, "in graphs")
-    return AutotunedGemm(library, sizes, GemmCache(*key), captured_seconds)
+    return AutotunedGemm(library, sizes, GemmCache(*key), captured_seconds, agree)
 
 
 def make_executor(device: torch.device, rank: int = 0) -> Executor:
     if device.type == "cuda":
         return StreamExecutor(device)
     return ThreadExecutor() if rank == 0 else InlineExecutor()
+
+
+def first_of_stage(mesh: Mesh, device: torch.device, ours: bytes) -> bytes:
+    """The bytes that the stage's first rank gives; each gives as many. Waits for the device."""
+    numbers = torch.frombuffer(bytearray(ours), dtype=torch.uint8).to(device, torch.int32)
+    if mesh.config.place > 0:
+        numbers.zero_()
+    return bytes(mesh.reduce(numbers).tolist())
 
 
 def share_tokens(sample: SampleSlots, mesh: Mesh) -> SampleSlots:

@@ -141,13 +141,17 @@ class StepCaptures:
         runner.masked_graphs, runner.mixed.sample_graphs = SizedGraphs(), SizedGraphs()
 
     def _capture(self, capture: Callable[[int], None], sizes: tuple[int, ...], name: str) -> None:
-        """Some sizes now, largest first, the others when the engine is idle."""
+        """Some sizes now, largest first, the others when the engine is idle. Where ranks share the
+        model all of them now: one that later had no memory left would pad steps to another size
+        than the others, and their calls would not fit."""
+        is_alone = self._config.mesh.size == 1
         for size in ProgressBar(
-            first_sizes(sizes),
+            first_sizes(sizes) if is_alone else sorted(sizes, reverse=True),
             desc=f"capturing {name} graphs",
             disable=not self._progress,
             leave=False,
             delay=DELAY_S,
         ):
             capture(size)
-        self._pending.extend(partial(capture, size) for size in later_sizes(sizes))
+        if is_alone:
+            self._pending.extend(partial(capture, size) for size in later_sizes(sizes))

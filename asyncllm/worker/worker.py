@@ -32,6 +32,7 @@ from asyncllm.worker.executor import LaunchedStep, StreamExecutor
 from asyncllm.worker.kernel_prewarm import KernelPrewarm, prewarm_slots
 from asyncllm.worker.kernels import (
     SlotKernels,
+    first_of_stage,
     make_executor,
     select_ops,
     select_slot_kernels,
@@ -50,7 +51,7 @@ from asyncllm.worker.memory import (
 from asyncllm.worker.model_loading import check_stages, load_model, make_model
 from asyncllm.worker.model_runner import ModelRunner
 from asyncllm.worker.ranks.group import WorkerGroup
-from asyncllm.worker.ranks.messages import CaptureGraph, ClearPages, WorkerCommand
+from asyncllm.worker.ranks.messages import CaptureGraph, ClearPages, Kind, WorkerCommand
 from asyncllm.worker.step_captures import StepCaptures, capture_obstacle
 from asyncllm.worker.step_cost import measure_step_cost
 from asyncllm.worker.token_masks import TokenMaskBuffer
@@ -100,7 +101,10 @@ class Worker:
             early.begin_all(config)
             kernels = select_slot_kernels(self.device)
             captured = {*config.prefill_graph_sizes, *config.cuda_graph_sizes}
-            ops = select_ops(self.device, self._dtype, set() if config.enforce_eager else captured)
+            if config.enforce_eager:
+                captured.clear()
+            agree = self._take_the_first_ranks if config.mesh.tp > 1 else None
+            ops = select_ops(self.device, self._dtype, captured, agree)
             is_auto = config.attention_backend == "auto"
             self.backend_name = import_backend(self.backend_name, or_torch=is_auto)
         imported()
@@ -193,11 +197,11 @@ class Worker:
 
     @torch.inference_mode()
     def command(self, command: WorkerCommand) -> None:
-        """Do it after all that was launched before."""
-        if self.group is not None:
-            self.group.send_command(command)
+        """Do it after all that was launched before; on all ranks, where it is about pages."""
         match command:
             case ClearPages(page_ids):
+                if self.group is not None:
+                    self.group.send(Kind.CLEAR_PAGES, page_ids)
                 self.runner.clear_pages(page_ids)
             case CaptureGraph():
                 with self._executor.between_steps():
@@ -245,9 +249,11 @@ class Worker:
             return True
         with self._executor.between_steps():
             reason = capture_obstacle(model, self.device)
-        if reason is not None:
+        can_all = self._mesh.least(int(reason is None)) == 1
+        if not can_all:
+            reason = reason or "another rank cannot capture it"
             logger.warning("%s runs without graphs: %s", self._config.model.architecture, reason)
-        return reason is None
+        return can_all
 
     def _capture(
         self, model: CausalLM, cache: KVCache, loading: Callable[[], Launch | None]
@@ -259,6 +265,9 @@ class Worker:
             persistent = step_captures.persistent_step(self.runner, model, cache, loading())
         with self._phase("graphs"), self._executor.between_steps():
             self._captures.decodes(persistent)
+
+    def _take_the_first_ranks(self, ours: bytes) -> bytes:
+        return first_of_stage(self._mesh, self.device, ours)
 
     @property
     def _most_tokens(self) -> int:

@@ -20,6 +20,7 @@ from asyncllm import AsyncLLMEngine, ModelLoadError
 from asyncllm.errors import RequestFailedError
 from tests.data_parallel.test_two_engines import answers, group_of, two_engines
 from tests.engine.test_async_engine import ENDLESS, GREEDY
+from tests.parallel.engines import followers
 from tests.server.process import served
 from tests.waiting import PATIENCE_SECONDS, run, until
 
@@ -64,6 +65,7 @@ async def _ends(engine: AsyncLLMEngine, count: int) -> list[Any]:
     return await asyncio.gather(*work, return_exceptions=True)
 
 
+@pytest.mark.true_start
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_process_ends_its_requests_and_is_started_again(number: signal.Signals) -> None:
     async def main() -> None:
@@ -112,6 +114,7 @@ def test_the_error_names_request_and_engine() -> None:
     run(main())
 
 
+@pytest.mark.true_start
 def test_what_cannot_start_leaves_no_process(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((TINY / name).read_bytes())
@@ -137,20 +140,23 @@ def test_what_cannot_start_leaves_no_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_server_leaves_no_engine(number: signal.Signals) -> None:
-    with served("-dp", "2", "--data-parallel-backend", "mp") as server:
+    """Nor a rank of one."""
+    with served("-dp", "2", "--data-parallel-backend", "mp", "-tp", "2") as server:
         engines = engine_processes(server.process.pid)
-        assert len(engines) == 2
+        ranks = [rank for engine in engines for rank in followers(engine)]
+        assert len(engines) == len(ranks) == 2
         body = json.dumps({"prompt": "Once", "max_tokens": 4}).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{server.url}/v1/completions", body, headers)
         with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:
             assert answer.status == 200
         if number is signal.SIGKILL:
-            os.kill(engines[0], signal.SIGSTOP)  # nor one that cannot run Python
+            for each in (engines[0], *ranks):
+                os.kill(each, signal.SIGSTOP)  # nor one that cannot run Python
         server.process.send_signal(number)
         code = server.process.wait(PATIENCE_SECONDS)
         assert code == (-signal.SIGKILL if number is signal.SIGKILL else 0)
-        wait_for_the_end_of(engines)
+        wait_for_the_end_of([*engines, *ranks])
 
 
 def test_ctrl_c_reaches_the_server_alone() -> None:
@@ -211,6 +217,17 @@ def test_engines_of_two_ranks_each() -> None:
         async with two_engines("mp", tensor_parallel_size=2) as engine:
             assert await answers(engine, GREEDY) == expected
             engine.check_idle()
+            victim, processes = group_of(engine).members[0], engine_processes()
+            (rank,) = followers(processes[0])
+            os.kill(rank, signal.SIGKILL)
+            await until(lambda: victim.health() is not None)
+            assert "rank 1 of 2 failed" in str(victim.health())
+            assert engine.health() is None  # the other serves
+            assert await answers(engine, GREEDY) == expected
+            await until(lambda: victim.health() is None)  # its ranks alone were started again
+            assert engine_processes() == processes and followers(processes[0]) != {rank}
+            ranks = [each for process in processes for each in followers(process)]
         assert not engine_processes()
+        wait_for_the_end_of(ranks)
 
     run(main())

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,9 @@ from asyncllm import AsyncLLMEngine, SamplingParams
 from asyncllm.config import EngineArgs
 from asyncllm.engine import engine_steps
 from asyncllm.graphs.sized_graphs import first_sizes, later_sizes
+from asyncllm.mesh_config import MeshConfig
 from asyncllm.worker.ranks.messages import CaptureGraph
+from asyncllm.worker.step_captures import StepCaptures
 from asyncllm.worker.worker import Worker
 from tests.waiting import PATIENCE_SECONDS
 
@@ -37,6 +42,16 @@ def test_no_batch_takes_more_than_twice_its_size(max_num_seqs: int) -> None:
 
 def test_few_are_captured_first() -> None:
     assert first_sizes(default_sizes(256)) == [256, 128, 64, 32, 16, 8, 4, 2, 1]
+
+
+def test_ranks_capture_all_at_the_start() -> None:
+    """One that had no memory left would pad steps to another size than the others."""
+    done: list[int] = []
+    config = replace(EngineArgs().create_engine_config(), mesh=MeshConfig(2))
+    runner: Any = SimpleNamespace(inputs=SimpleNamespace(clear=None))
+    captures = StepCaptures(config, runner, lambda: None, progress=False)
+    captures._capture(done.append, (1, 2, 4, 8, 12, 16), "decode")
+    assert done == [16, 12, 8, 4, 2, 1] and not captures
 
 
 def test_a_capture_that_raises_is_not_tried_again() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from asyncllm.kernels.gemm.gemm_autotune import (
     GemmCache,
     quickest,
 )
+from asyncllm.worker.kernels import first_of_stage
+from tests.parallel.thread_mesh import ThreadMesh, on_ranks
 
 ALGORITHMS = [bytes([i]) * ALGORITHM_BYTES for i in range(3)]
 SIZES = (4, 8)
@@ -199,6 +202,43 @@ def test_what_the_library_no_longer_knows_is_measured_again() -> None:
     assert ran(second, library, x, weight) == []
     second.autotune()
     assert ran(second, library, x, weight) == [ALGORITHMS[0]]
+
+
+@pytest.mark.parametrize("remembers", [None, 0, 1], ids=["none", "first", "second"])
+@pytest.mark.parametrize("fastest", [0, 1, 3])
+def test_ranks_take_the_first_ones_choice(remembers: int | None, fastest: int) -> None:
+    """Whatever each has measured, or has from a start before. Until then all take torch's."""
+    seconds = [0.5 if i == fastest else 1.0 for i in range(4)]
+    chosen = ([], *([each] for each in ALGORITHMS))[fastest]
+
+    def on_rank(mesh: ThreadMesh) -> tuple[list[bytes], list[bytes]]:
+        agree = partial(first_of_stage, mesh, torch.device("cpu"))
+        kept = GemmCache("rank", mesh.config.rank)
+        if remembers == mesh.config.rank:
+            # The second one's is another choice than what the first one measures.
+            own = chosen[0] if chosen else None
+            kept.save({Shape(4, 5, 6): ALGORITHMS[1] if remembers else own})
+        times = seconds if mesh.config.rank == 0 else seconds[::-1]
+        library, x, weight = Library(), aligned(4, 6), aligned(5, 6)
+        ours = AutotunedGemm(library, SIZES, kept, lambda ran: list(times), agree)
+        before = ran(ours, library, x, weight)
+        ours.autotune()
+        return before, ran(ours, library, x, weight)
+
+    assert on_ranks(2, on_rank) == [([], chosen)] * 2
+
+
+def test_a_rank_that_cannot_run_the_first_ones_choice_says_so() -> None:
+    def on_rank(mesh: ThreadMesh) -> None:
+        agree = partial(first_of_stage, mesh, torch.device("cpu"))
+        library = Library(unknown=ALGORITHMS[:1] if mesh.config.rank else ())
+        kept = GemmCache("rank", mesh.config.rank)
+        ours = AutotunedGemm(library, SIZES, kept, lambda ran: [1.0, 0.5, 0.6, 0.7], agree)
+        ours.linear(aligned(4, 6), aligned(5, 6))
+        ours.autotune()
+
+    with pytest.raises(RuntimeError, match="the first rank's algorithm cannot run on this one"):
+        on_ranks(2, on_rank)
 
 
 def test_choices_of_several_models_are_kept_in_one_file() -> None:

@@ -1,7 +1,8 @@
-"""A mixture, a quantised mixture and adapters, divided in every way: one rank's answers.
+"""Dense, mixture, quantised, with adapters: divided in every way each gives one rank's answers.
 
-Each in two regimes: one ahead with swapped sequences, and synchronous with recomputed ones; both
-with chunks of prompts, shared prefixes, sampling with seeds, and a grammar.
+Each in two regimes: one ahead with swapped sequences, and synchronous with recomputed ones; the
+dense model also in the other two. All with chunks of prompts, shared prefixes, sampling with seeds,
+and a grammar. A step behind by a page table or a swapped page would change a token.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -18,51 +20,81 @@ from transformers import Qwen3MoeConfig
 
 from asyncllm import AsyncLLMEngine, LoRARequest, RequestOutput
 from asyncllm.model_config import ModelConfig, resolve_model_path
-from tests.engine.adapter_files import write_tiny_adapter
+from tests.engine.adapter_files import write_adapter, write_tiny_adapter
 from tests.models.tiny_checkpoints import random_reference
-from tests.parallel.engines import SMALL, expect_same
+from tests.parallel.engines import SMALL, expect_same, followers
 from tests.parallel.test_two_ranks import ASKS
 from tests.waiting import run
 
 pytestmark = pytest.mark.slow
 TP2: dict[str, Any] = {"tensor_parallel_size": 2}
+TP4: dict[str, Any] = {"tensor_parallel_size": 4}
 PP2: dict[str, Any] = {"pipeline_parallel_size": 2}
-DP2: dict[str, Any] = {"data_parallel_size": 2, "data_parallel_backend": "uni"}
-EP2: dict[str, Any] = TP2 | {"enable_expert_parallel": True}
+BY_EXPERT: dict[str, Any] = {"enable_expert_parallel": True}
+WAYS: dict[str, dict[str, Any]] = {
+    "tp2": TP2,
+    "tp4": TP4,
+    "pp2": PP2,
+    "tp2-pp2": TP2 | PP2,
+    # Fewer pages each, as each has half of the requests.
+    "dp2": {
+        "data_parallel_size": 2,
+        "data_parallel_backend": "uni",
+        "num_gpu_blocks_override": 12,
+    },
+    "ep2": TP2 | BY_EXPERT,
+    "ep2-pp2": TP2 | PP2 | BY_EXPERT,
+}
 CHUNKS: dict[str, Any] = {
-    "chunked_prefill_size": 5, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 24,
-    "max_model_len": 80, "dtype": "float32",
+    "chunked_prefill_size": 5, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 16,
+    "max_model_len": 48, "dtype": "float32",
 }  # fmt: skip
 REGIMES: dict[str, dict[str, Any]] = {
-    "ahead-swap": CHUNKS | {"async_scheduling": True, "preemption_mode": "swap"},
-    "synchronous-recompute": CHUNKS | {"async_scheduling": False, "preemption_mode": "recompute"},
+    f"{name}-{mode}": CHUNKS | {"async_scheduling": is_ahead, "preemption_mode": mode}
+    for name, is_ahead in (("ahead", True), ("synchronous", False))
+    for mode in ("swap", "recompute")
 }
+TWO_REGIMES = ("ahead-swap", "synchronous-recompute")
+ADAPTERS: dict[str, Any] = {"enable_lora": True, "max_loras": 2}
 KINDS: dict[str, dict[str, Any]] = {
+    "dense": {},
     "mixture": {},
-    "quantised": {"quantization": "int4"},
-    "adapters": {"enable_lora": True, "max_loras": 2},
+    "quantised": {"quantization": "int4"},  # the mixture
+    "adapters": ADAPTERS,  # of the dense model
+    "expert-adapters": ADAPTERS,
 }
+DENSE_WAYS = ("tp2", "tp4", "pp2", "tp2-pp2", "dp2")
 CASES = [
-    *(("mixture", ranks) for ranks in (TP2, PP2, TP2 | PP2, EP2, DP2)),
-    *(("quantised", ranks) for ranks in (TP2, PP2, EP2, EP2 | PP2, DP2)),
-    *(("adapters", ranks) for ranks in (TP2, PP2, TP2 | PP2, DP2)),
+    *(("dense", way, regime) for way in DENSE_WAYS for regime in REGIMES),
+    *(
+        (kind, way, regime)
+        for kind, ways in {
+            "mixture": (*DENSE_WAYS, "ep2"),
+            "quantised": (*DENSE_WAYS, "ep2", "ep2-pp2"),
+            "adapters": DENSE_WAYS,
+            "expert-adapters": ("tp2", "ep2"),
+        }.items()
+        for way in ways
+        for regime in TWO_REGIMES
+    ),
 ]
+NUM_EXPERTS = 4
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture with the built-in model's tokenizer, and two adapters of the built-in model."""
+    """A mixture with the built-in model's tokenizer, and two adapters of each of the two models."""
     folder, tiny = tmp_path_factory.mktemp("kinds"), resolve_model_path("tiny")
     config = Qwen3MoeConfig(
         vocab_size=ModelConfig.from_folder(tiny).vocab_size,
         hidden_size=128,
         intermediate_size=128,
-        moe_intermediate_size=256,
+        moe_intermediate_size=512,  # four ranks' columns are one group of int4 each
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,  # four ranks have each head twice
         head_dim=64,
-        num_experts=4,
+        num_experts=NUM_EXPERTS,
         num_experts_per_tok=2,
         max_position_embeddings=256,
     )
@@ -70,24 +102,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         random_reference(config).save_pretrained(folder)
     for file in tiny.glob("tokenizer*"):
         shutil.copy(file, folder)
+    modules = {"self_attn.q_proj": (128, 512), "self_attn.o_proj": (512, 128)}
+    for expert in range(NUM_EXPERTS):
+        modules |= {f"mlp.experts.{expert}.{name}_proj": (128, 512) for name in ("gate", "up")}
+        modules[f"mlp.experts.{expert}.down_proj"] = 512, 128
     for seed in (1, 2):
-        write_tiny_adapter(folder / f"adapter {seed}", seed)
+        write_tiny_adapter(folder / "adapters" / str(seed), seed)
+        write_adapter(folder / "expert-adapters" / str(seed), 2, modules, seed)
     return folder
 
 
 async def answered(folder: Path, kind: str, **args: Any) -> list[RequestOutput]:
-    model = "tiny" if kind == "adapters" else str(folder)
+    """All asked at once; then one again, and again from the cache."""
     loras: list[LoRARequest | None] = [None]
-    if kind == "adapters":
-        loras += [LoRARequest(name, lora_path=folder / name) for name in ("adapter 1", "adapter 2")]
+    if "enable_lora" in KINDS[kind]:
+        loras += [LoRARequest(name, lora_path=folder / kind / name) for name in ("1", "2")]
+    model = "tiny" if kind in ("dense", "adapters") else str(folder)
     async with AsyncLLMEngine(model, **SMALL | KINDS[kind] | args) as engine:
         asks = [
-            engine.generate(*ask, lora_request=loras[place % len(loras)])
-            for place, ask in enumerate(ASKS)
+            engine.generate(*ask, lora_request=lora)
+            for ask, lora in zip(ASKS, cycle(loras), strict=False)
         ]
         outputs = list(await asyncio.gather(*asks))
+        stats, is_swapped = engine.stats(), args["preemption_mode"] == "swap"
+        assert stats.num_preemptions_swap if is_swapped else stats.num_preemptions_recompute
+        outputs += [await engine.generate(*ASKS[1]) for _ in range(2)]
+        assert outputs[-1].num_cached_tokens
         engine.check_idle()
         engine.check_integrity()
+    assert not followers()
     return outputs
 
 
@@ -96,10 +139,16 @@ def of_one_rank(folder: Path, kind: str, regime: str) -> list[RequestOutput]:
     return run(answered(folder, kind, **REGIMES[regime]))
 
 
-@pytest.mark.parametrize("regime", REGIMES)
-@pytest.mark.parametrize(
-    ("kind", "ranks"), CASES, ids=lambda value: value if isinstance(value, str) else "-".join(value)
-)
-def test_answers_of_one_rank(folder: Path, kind: str, ranks: dict[str, Any], regime: str) -> None:
-    ours = run(answered(folder, kind, **REGIMES[regime], **ranks))
+@pytest.mark.parametrize(("kind", "way", "regime"), CASES)
+def test_answers_of_one_rank(folder: Path, kind: str, way: str, regime: str) -> None:
+    ours = run(answered(folder, kind, **REGIMES[regime] | WAYS[way]))
     expect_same(ours, of_one_rank(folder, kind, regime))
+
+
+def test_adapters_change_the_answers(folder: Path) -> None:
+    """Else the cells above would show nothing."""
+    for kind, base in (("adapters", "dense"), ("expert-adapters", "mixture")):
+        ours, plain = (of_one_rank(folder, each, "ahead-swap") for each in (kind, base))
+        pairs = zip(ours[:4], plain[:4], strict=True)
+        changed = [one.outputs[0].token_ids != other.outputs[0].token_ids for one, other in pairs]
+        assert changed == [False, True, True, False]

@@ -40,6 +40,8 @@ from tests.waiting import PATIENCE_SECONDS, run, until
 
 LONG = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
 ENDS_WITHIN_SECONDS = 10
+ENGINES_OF_TWO = "tensor_parallel_size=2, data_parallel_size=2, data_parallel_backend='mp'"
+STAGES = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
 
 
 @asynccontextmanager
@@ -97,6 +99,7 @@ async def collect(engine: AsyncLLMEngine, prompt: str) -> None:
         pass
 
 
+@pytest.mark.true_start
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "reason"),
@@ -105,12 +108,16 @@ async def collect(engine: AsyncLLMEngine, prompt: str) -> None:
         (signal.SIGSTOP, "it has not answered for 3 s"),
     ],
 )
-@pytest.mark.parametrize("is_busy", [True, False])
+@pytest.mark.parametrize(
+    ("ranks", "is_busy"),
+    [({}, True), ({}, False), (STAGES, True)],
+    ids=["busy", "idle", "busy-stages"],
+)
 def test_a_rank_that_dies_or_stands_still(
-    number: signal.Signals, reason: str, is_busy: bool
+    number: signal.Signals, reason: str, ranks: dict[str, int], is_busy: bool
 ) -> None:
     async def test() -> None:
-        async with engine_of_two(distributed_timeout_seconds=3) as (engine, follower):
+        async with engine_of_two(distributed_timeout_seconds=3, **ranks) as (engine, follower):
             if is_busy:
                 asyncio.get_running_loop().call_later(0.3, os.kill, follower, number)
                 await expect_all_end(engine, reason, comes_back=True)
@@ -179,6 +186,7 @@ def group_of(engine: AsyncLLMEngine) -> WorkerGroup:
     return engine._core.worker.group
 
 
+@pytest.mark.true_start
 @pytest.mark.slow
 def test_a_rank_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The start raises what it says; the other one ends, too."""
@@ -194,6 +202,7 @@ def test_a_rank_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     run(test())
 
 
+@pytest.mark.true_start
 @pytest.mark.slow
 def test_a_rank_that_dies_while_it_loads() -> None:
     async def test() -> None:
@@ -209,6 +218,7 @@ def test_a_rank_that_dies_while_it_loads() -> None:
     run(test())
 
 
+@pytest.mark.true_start
 @pytest.mark.slow
 def test_a_start_that_is_cancelled_leaves_no_process() -> None:
     async def test() -> None:
@@ -225,9 +235,10 @@ def test_a_start_that_is_cancelled_leaves_no_process() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_slow_for_a_while_changes_nothing() -> None:
+@pytest.mark.parametrize("ranks", [{}, STAGES], ids=["tp2", "pp2"])
+def test_a_rank_that_is_slow_for_a_while_changes_nothing(ranks: dict[str, int]) -> None:
     async def test() -> None:
-        async with engine_of_two() as (engine, follower):
+        async with engine_of_two(**ranks) as (engine, follower):
             ask = Ask("Once upon a time", greedy(60, ignore_eos=True))
             expected = await engine.generate(*ask)
             task = asyncio.create_task(_final(engine, ask))
@@ -283,6 +294,8 @@ def test_a_server_that_ends_leaves_no_process(number: signal.Signals, code: int)
         (follower,) = followers(server.process.pid)
         with urllib.request.urlopen(f"{server.url}/health") as answer:
             assert answer.status == 200
+        if number is signal.SIGKILL:
+            os.kill(follower, signal.SIGSTOP)  # nor one that cannot run Python
         server.process.send_signal(number)
         assert server.process.wait(PATIENCE_SECONDS) == code
         run(until(lambda: not Path(f"/proc/{follower}").exists() or _is_zombie(follower)))
@@ -323,6 +336,7 @@ def test_a_rank_that_is_lost_again_and_again() -> None:
     run(test())
 
 
+@pytest.mark.true_start
 @pytest.mark.slow
 def test_an_engine_that_is_closed_while_its_ranks_start_again() -> None:
     async def test() -> None:
@@ -361,23 +375,33 @@ def health_of(url: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["", "import os; os._exit(3)"], ids=["to its end", "at once"])
-def test_a_program_without_a_main_guard(end: str, tmp_path: Path) -> None:
-    """Nothing of it is run a second time, and no process is left."""
+@pytest.mark.parametrize(
+    ("sizes", "end", "code"),
+    [
+        ("tensor_parallel_size=2", "", 0),
+        ("tensor_parallel_size=2", "os._exit(3)", 3),
+        ("tensor_parallel_size=2", "os.killpg(0, signal.SIGINT)", -signal.SIGINT),  # Ctrl-C
+        (ENGINES_OF_TWO, "os.killpg(0, signal.SIGINT)", -signal.SIGINT),
+    ],
+    ids=["end", "exit", "ctrl-c", "engines-ctrl-c"],
+)
+def test_a_program_without_a_main_guard(sizes: str, end: str, code: int, tmp_path: Path) -> None:
+    """Nothing of it is run a second time, and no process is left, however it ends."""
     script = tmp_path / "program.py"
     script.write_text(
         textwrap.dedent(
             f"""
-            import asyncio
+            import asyncio, os, signal
             from asyncllm import AsyncLLMEngine, SamplingParams
 
             print("once")
 
             async def main():
-                engine = AsyncLLMEngine("tiny", device="cpu", tensor_parallel_size=2, swap_space=0)
+                engine = AsyncLLMEngine("tiny", device="cpu", swap_space=0, {sizes})
                 output = await engine.generate("Once", SamplingParams(max_tokens=4, temperature=0))
                 print(len(output.outputs[0].token_ids), flush=True)
                 {end}
+                await asyncio.sleep(0)  # SIGINT cancels it here
                 await engine.aclose()
 
             asyncio.run(main())
@@ -387,25 +411,25 @@ def test_a_program_without_a_main_guard(end: str, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, str(script)],
         stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # that it was interrupted
         text=True,
         env={**os.environ, "OWNER": str(script)},
+        start_new_session=True,
     )
     said, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert said.split() == ["once", "4"]
-    assert process.returncode == (3 if end else 0)
+    assert process.returncode == code
     run(until(lambda: not _named(script)))
 
 
 def _named(script: Path) -> list[str]:
-    """Ranks that the script has left."""
+    """Processes that the script has left."""
     names = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             environment = (folder / "environ").read_bytes()
-            if b"ranks.follower" in (folder / "cmdline").read_bytes() and not _is_zombie(
-                int(folder.name)
-            ):
-                names += [str(folder)] if f"OWNER={script}".encode() in environment else []
+            if f"OWNER={script}".encode() in environment and not _is_zombie(int(folder.name)):
+                names.append(str(folder))
         except OSError:
             continue
     return names

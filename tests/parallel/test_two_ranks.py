@@ -65,37 +65,10 @@ def test_ranks_of_one_host_listen_at_no_address_of_others() -> None:
     run(test())
 
 
+@pytest.mark.true_start
 def test_all_that_sampling_knows_in_one_batch() -> None:
     expected = run(answers("tiny", ASKS))
     expect_same(run(answers("tiny", ASKS, tensor_parallel_size=2)), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_ahead", [True, False], ids=["ahead", "synchronous"])
-@pytest.mark.parametrize(
-    "ranks",
-    [
-        {"tensor_parallel_size": 2},
-        {"tensor_parallel_size": 4},
-        {"pipeline_parallel_size": 2},
-        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
-    ],
-    ids=["tp2", "tp4", "pp2", "tp2-pp2"],
-)
-@pytest.mark.parametrize(
-    "args",
-    [
-        {"chunked_prefill_size": 5, "max_num_batched_tokens": 16},
-        {"num_gpu_blocks_override": 24, "preemption_mode": "swap"},
-        {"num_gpu_blocks_override": 24, "preemption_mode": "recompute"},
-    ],
-    ids=["chunks", "swap", "recompute"],
-)
-def test_chunks_and_preemption(ranks: dict[str, int], is_ahead: bool, args: dict[str, Any]) -> None:
-    """A step behind by a page table or a swapped page would change a token."""
-    args = args | {"max_model_len": 80, "async_scheduling": is_ahead}
-    expected = run(answers("tiny", ASKS, **args))
-    expect_same(run(answers("tiny", ASKS, **ranks, **args)), expected)
 
 
 @pytest.mark.slow

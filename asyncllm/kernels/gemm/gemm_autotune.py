@@ -3,7 +3,8 @@
 torch runs what cuBLAS's heuristic puts first. At some numbers of tokens another is quicker: of an
 8B model's GEMMs 4 to 6 % in steps of 640 to 1280 tokens (docs/log/gemm.md). So before a step is
 captured, what the heuristic names for each of its GEMMs is timed on the model's own weights.
-Choices are kept on disk; a start that finds them times nothing.
+Choices are kept on disk; a start that finds them times nothing. Ranks that share a model take the
+first one's choices: a router's logits that differ in a bit would send a token to other experts.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ LEAST_GAIN = 0.02  # of torch's time; repeated measurements differ by less
 Choices = dict[Shape, bytes | None]  # None: torch's own
 # seconds of each; raises `RuntimeError` where it cannot say
 Time = Callable[[Sequence[Callable[[], object]]], list[float]]
+# what the first rank gives, of what each gives, all equally long; each rank calls it
+Agree = Callable[[bytes], bytes]
+_TORCHS = bytes(1 + ALGORITHM_BYTES)  # as ranks tell each other: else 1 and the algorithm
 
 
 class AutotunedGemm:
@@ -41,11 +45,14 @@ class AutotunedGemm:
         sizes: Collection[int],
         cache: GemmCache,
         time: Time,
+        agree: Agree | None = None,
     ) -> None:
+        """agree: with the ranks that run the same GEMMs; None: there are no others."""
         self._library = library
         self._sizes = frozenset(sizes)
         self._cache = cache
         self._time = time
+        self._agree = agree
         self._remembered = cache.load()  # of all models, by starts before; not yet asked for
         self._choices: Choices = {}
         self._open: dict[Shape, list[torch.Tensor]] = {}  # still to be chosen -> weights
@@ -57,27 +64,43 @@ class AutotunedGemm:
         shape = Shape(x.shape[0], *weight.shape)
         if shape.num_tokens not in self._sizes or bias is not None or not _takes(x, weight):
             return F.linear(x, weight, bias)
-        if shape not in self._choices and not self._remembers(shape):
+        if shape not in self._choices and (self._agree or not self._remembers(shape)):
             weights = self._open.setdefault(shape, [])
             if len(weights) < MOST_WEIGHTS:
                 weights.append(weight)
         return self._run(x, weight, self._choices.get(shape))
 
     def autotune(self) -> None:
-        """Choose for all that has run since the last call. Waits some 10 ms a GEMM."""
+        """Choose for all that has run since the last call. Waits some 10 ms a GEMM. Raises
+        `RuntimeError` where another rank's choice is none here."""
         if not self._open:
             return
         made: Choices = {}
         for shape, weights in self._open.items():
+            if self._agree is not None and self._remembers(shape):
+                continue
             try:
                 made[shape] = self._quickest(shape, weights)
             except RuntimeError as error:  # no engine fails to start for a faster kernel
                 logger.info("%s: falling back to torch: %s", shape, error)
                 self._choices[shape] = None  # until the next start, which may have it better
-        self._open.clear()
         if made:
             self._choices |= made
             self._cache.save(made)
+        if self._agree is not None:
+            self._take_the_first_ranks(list(self._open), self._agree)
+        self._open.clear()
+
+    def _take_the_first_ranks(self, shapes: list[Shape], agree: Agree) -> None:
+        ours = [self._choices[shape] for shape in shapes]
+        agreed = agree(b"".join(_TORCHS if each is None else b"\1" + each for each in ours))
+        size = len(_TORCHS)
+        for i, shape in enumerate(shapes):
+            is_ours, *algorithm = agreed[i * size : (i + 1) * size]
+            choice = bytes(algorithm) if is_ours else None
+            if choice is not None and not self._library.can_run(shape, choice):
+                raise RuntimeError(f"{shape}: the first rank's algorithm cannot run on this one")
+            self._choices[shape] = choice
 
     def _remembers(self, shape: Shape) -> bool:
         """Takes over what a start before has chosen, where this library knows it."""

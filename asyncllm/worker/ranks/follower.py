@@ -3,6 +3,7 @@
 reading thread   cuts the socket into messages, answers PING, ends the process at the socket's
                  end, whatever the main thread waits for
 main thread      does the messages in their order: it is the device's thread, too
+adapters thread  reads their files, while the steps of others go on
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import os
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -25,9 +27,9 @@ from asyncllm.errors import LoRALoadError
 from asyncllm.frames import Frames
 from asyncllm.models.parallel.collectives import CollectiveMesh, find_store
 from asyncllm.models.parallel.mesh import Mesh
+from asyncllm.worker.adapters import AdapterStore
 from asyncllm.worker.ranks.connection import READ_BYTES
 from asyncllm.worker.ranks.messages import (
-    CaptureGraph,
     ClearPages,
     Kind,
     Message,
@@ -50,6 +52,7 @@ class Follower:
         self._num_begun = self._num_done = 0  # messages that have a place
         self._mesh: CollectiveMesh | None = None
         self._sending = threading.Lock()
+        self._adapters_thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-adapters")
         threading.Thread(target=self._read, name="asyncllm-rank-0", daemon=True).start()
 
     def run(self) -> None:
@@ -61,8 +64,11 @@ class Follower:
                 self._do(worker, self._next())
                 self._num_done += 1
         except BaseException as error:
-            self._send(Kind.FAILED, f"{type(error).__name__}: {error}")
+            self._fail(error)
             raise
+
+    def _fail(self, error: BaseException) -> None:
+        self._send(Kind.FAILED, f"{type(error).__name__}: {error}")
 
     def _next(self) -> Message:
         """A message that has a place, without it. Raises `ValueError` for another's."""
@@ -96,26 +102,35 @@ class Follower:
                 worker.runner.follow(decode_step(content), self._is_masked)
             case (Kind.CLEAR_PAGES, page_ids):
                 worker.command(ClearPages(page_ids))
-            case (Kind.CAPTURE_GRAPH,):
-                worker.command(CaptureGraph())
             case (Kind.READ_ADAPTER, str(folder), int(place)):
                 assert worker.adapters is not None
-                try:
-                    worker.adapters.read(Path(folder), place)
-                    self._send(Kind.DONE, "")
-                except LoRALoadError as error:
-                    self._send(Kind.DONE, str(error))
+                self._adapters_thread.submit(
+                    self._read_adapter, worker.adapters, Path(folder), place, self._num_begun - 1
+                )
             case (Kind.LOAD_ADAPTER, int(place), int(slot)):
                 assert worker.adapters is not None
                 asyncio.run(worker.adapters.load(place, slot))
-                self._send(Kind.DONE, "")
+                self._send(Kind.DONE, self._num_begun - 1, "")
             case (Kind.SYNC, int(num_calls)):
                 worker.drain()
                 own = 0 if self._mesh is None else self._mesh.num_common_calls
                 same = own == num_calls
-                self._send(Kind.DONE, "" if same else f"{own} calls of the mesh, not {num_calls}")
+                error = "" if same else f"{own} calls of the mesh, not {num_calls}"
+                self._send(Kind.DONE, self._num_begun - 1, error)
             case _:
                 raise ValueError(f"rank 0 said {message!r:.100}")
+
+    def _read_adapter(
+        self, adapters: AdapterStore, folder: Path, place: int, question: int
+    ) -> None:
+        try:
+            adapters.read(folder, place)
+            self._send(Kind.DONE, question, "")
+        except LoRALoadError as error:
+            self._send(Kind.DONE, question, str(error))
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def _is_masked(self) -> bool:
         """Wait until rank 0 samples a step that needs the host, and say whether by masks."""

@@ -1,6 +1,6 @@
 """Rank 0's side of the other ranks: it starts them, tells them each step, and notices who is lost.
 
-    event loop        send_step, send_command: in the order of rank 0's own launches
+    event loop        send: in the order of rank 0's own launches
     asyncllm-ranks    the sockets; starts the ranks; asks each rank now and then how far it is
 
 A rank is lost when its process or its connection ends, when it says that it failed, when it does
@@ -15,7 +15,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,11 +31,8 @@ from asyncllm.worker.ranks.connection import PeerThread
 from asyncllm.worker.ranks.handshake import read_secret
 from asyncllm.worker.ranks.joining import JoinedRanks, listen
 from asyncllm.worker.ranks.messages import (
-    CaptureGraph,
-    ClearPages,
     Kind,
     Message,
-    WorkerCommand,
     encode,
     encode_config,
     step_content,
@@ -57,7 +54,7 @@ class _Progress:
 
     joins: Future[None] = field(default_factory=Future)
     ready: Future[int] = field(default_factory=Future)
-    answers: list[Future[str]] = field(default_factory=list)  # in the order of the questions
+    answers: dict[int, Future[str]] = field(default_factory=dict)  # by the message's place
     num_done: int = 0
     num_calls: int = 0
     moved: float = 0.0  # when one of them last changed
@@ -77,7 +74,6 @@ class WorkerGroup:
         self._mesh: CollectiveMesh | None = None
         self._num_sent = 0  # messages that are to be done in order
         self._sending = threading.Lock()
-        self._asking = threading.Lock()
         self._failing = threading.Lock()
         self._asked = 0.0
         self.failure: str | None = None
@@ -141,36 +137,31 @@ class WorkerGroup:
         """Raises `RankLostError`."""
         self.send(Kind.STEP, *step_content(step))
 
-    def send_command(self, command: WorkerCommand) -> None:
-        """Raises `RankLostError`."""
-        match command:
-            case ClearPages(page_ids):
-                self.send(Kind.CLEAR_PAGES, page_ids)
-            case CaptureGraph():
-                self.send(Kind.CAPTURE_GRAPH)
-
     def send(self, kind: Kind, *content: Any) -> None:
         """Tell all ranks what is to be done next, in the order of the calls. Raises
         `RankLostError`."""
+        self._send(kind, content, {})
+
+    def _send(self, kind: Kind, content: Message, answers: Mapping[int, Future[str]]) -> None:
+        """answers: what ranks will answer."""
         if self.failure is not None:
             raise RankLostError(self.failure)
         with self._sending:
             now = time.monotonic()
-            for progress in self._progress.values():
+            for rank, progress in self._progress.items():
                 if progress.num_done == self._num_sent:  # it was idle until now
                     progress.moved = now
+                if rank in answers:
+                    progress.answers[self._num_sent] = answers[rank]
             frame = encode(kind, self._num_sent, *content)
             self._num_sent += 1
             self._thread.send(frame)
 
     def ask(self, kind: Kind, *content: Any) -> list[Future[str]]:
         """Each rank's answer: an error's text, or "". Raises `RankLostError`."""
-        futures: list[Future[str]] = [Future() for _ in self._progress]
-        with self._asking:  # answers come in the order of the questions, whichever threads ask
-            for progress, future in zip(self._progress.values(), futures, strict=True):
-                progress.answers.append(future)
-            self.send(kind, *content)
-        return futures
+        answers: dict[int, Future[str]] = {rank: Future() for rank in self._progress}
+        self._send(kind, content, answers)
+        return list(answers.values())
 
     def check(self) -> None:
         """Block until all ranks have done what they were told. Raises `RankLostError` where they
@@ -225,8 +216,8 @@ class WorkerGroup:
                 if (done, calls) != (progress.num_done, progress.num_calls):
                     progress.num_done, progress.num_calls = done, calls
                     progress.moved = time.monotonic()
-            case (Kind.DONE, str(error)) if progress.answers:
-                progress.answers.pop(0).set_result(error)
+            case (Kind.DONE, int(place), str(error)) if place in progress.answers:
+                progress.answers.pop(place).set_result(error)
             case (Kind.JOINS,) if not progress.joins.done():
                 progress.joins.set_result(None)
             case (Kind.READY, int(num_pages)) if not progress.ready.done():
@@ -274,7 +265,11 @@ class WorkerGroup:
             self.failure = f"{who} of {self._config.mesh.size} failed: {reason}"
         lost = RankLostError(self.failure)
         for progress in self._progress.values():
-            futures: list[Future[Any]] = [progress.joins, progress.ready, *progress.answers]
+            futures: list[Future[Any]] = [
+                progress.joins,
+                progress.ready,
+                *progress.answers.values(),
+            ]
             for future in futures:
                 if not future.done():
                     future.set_exception(lost)

@@ -1,8 +1,9 @@
 """Messages between rank 0 and another rank: frames of msgpack, a length before each.
 
 Rank 0 says what is to be done, in the order in which it does it itself; the other side does it in
-that order and answers what asks for an answer. Numbers, texts and arrays of int32 travel, nothing
-that names code; who receives checks the shape of what it gets.
+that order, but for adapters' files, which it reads beside, and answers what asks for an answer.
+Numbers, texts and arrays of int32 travel, nothing that names code; who receives checks the shape
+of what it gets.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class CaptureGraph:
     """Capture the next of the graphs that were left for idle moments; blocks for 10 to 20 ms."""
 
 
-# Work beside the steps, in the order of launches and commands. A record of numbers, as a
-# `PackedStep` is: whatever has a share of the model does the same in the same order.
+# Work beside the steps, in the order of launches and commands. Pages are those of all ranks, which
+# have captured all of their graphs by then.
 WorkerCommand = ClearPages | CaptureGraph
 
 
@@ -60,17 +61,16 @@ class Kind(enum.IntEnum):
     STEP = 1  # a `PackedStep`
     SAMPLE = 2  # the rest of a step that needs the host: whether it was sampled by masks
     CLEAR_PAGES = 3  # page ids
-    CAPTURE_GRAPH = 4
-    READ_ADAPTER = 5  # folder, place
-    LOAD_ADAPTER = 6  # place, slot
-    SYNC = 7  # the calls of the mesh so far
-    PING = 8  # has no place
+    READ_ADAPTER = 4  # folder, place
+    LOAD_ADAPTER = 5  # place, slot
+    SYNC = 6  # the calls of the mesh so far
+    PING = 7  # has no place
     # To rank 0:
-    JOINS = 9  # it is about to connect its mesh
-    READY = 10  # the number of its pages
-    FAILED = 11  # why; it ends
-    DONE = 12  # READ_ADAPTER, LOAD_ADAPTER, SYNC: an error's text, or ""
-    PONG = 13  # messages done, calls of the mesh done
+    JOINS = 8  # it is about to connect its mesh
+    READY = 9  # the number of its pages
+    FAILED = 10  # why; it ends
+    DONE = 11  # place of a READ_ADAPTER, LOAD_ADAPTER or SYNC; an error's text, or ""
+    PONG = 12  # messages done, calls of the mesh done
 
 
 Message = tuple[Any, ...]  # a Kind, and what belongs to it
