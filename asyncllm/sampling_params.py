@@ -168,6 +168,10 @@ class SamplingParams:
         """A copy that no later change reaches. Raises `InvalidRequestError` for a change before."""
         values = zip(_NAMES, _values_of(self), strict=True)
         own: dict[str, Any] = {k: v.copy() for k, v in values if isinstance(v, list | dict)}
+        for name in ("repetition_detection", "structured_outputs"):
+            given = getattr(self, name)
+            if isinstance(given, RepetitionDetectionParams | StructuredOutputsParams):
+                own[name] = replace(given)  # checked when made
         return replace(self, **own)
 
     def _check_together(self) -> None:

@@ -35,6 +35,7 @@ from asyncllm.models.moe import build_mixtral, build_olmoe, build_qwen2_moe, bui
 from asyncllm.models.olmo import build_olmo2, build_olmo3
 from asyncllm.models.parallel.mesh import ALONE, Alone, Mesh
 from asyncllm.models.quantization.select import select_methods
+from asyncllm.models.supported import check_num_tensors
 
 logger = logging.getLogger("asyncllm")
 
@@ -85,6 +86,7 @@ def build_model(
     )
     if model_config.implementation == "transformers":
         _check_ranks(model_config, mesh.config)
+        check_num_tensors(model_config)
         # All of the library's model code: seconds.
         from asyncllm.models.transformers_backend import TransformersModel
 

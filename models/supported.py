@@ -99,6 +99,18 @@ def unused_names(config: ModelConfig, mesh: MeshConfig) -> dict[str, None]:
     return {name: None for name in names if name.startswith(prefixes)}
 
 
+def check_num_tensors(config: ModelConfig) -> None:
+    """Raise `ModelLoadError` for more layers than the checkpoint has tensors, whatever their names:
+    layers are built one by one, until memory ends."""
+    try:
+        num_tensors = len(open_checkpoint(config.path).names)
+    except ModelLoadError:  # raised again where the weights are asked for
+        return
+    if config.num_layers > num_tensors:
+        reason = f"is more than the {num_tensors} tensors of the checkpoint"
+        raise ModelLoadError(_text(config, "num_hidden_layers", reason))
+
+
 def check_decoder(config: ModelConfig) -> None:
     """All that every family takes for granted. Raises `ModelLoadError`."""
     hf = config.hf_config

@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+import transformers.generation.utils
+import transformers.modeling_layers  # both take seconds; the process of each class then has them
 from tiny_configs import BY_CLASS, VOCAB_SIZE, random_model, small_config, tiny_config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

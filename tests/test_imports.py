@@ -19,6 +19,7 @@ STARTING = (
     "transformers.activations", "transformers.generation.utils", "transformers.modeling_utils",
     "transformers.models.auto.auto_factory",
 )  # fmt: skip
+FAMILIES = ("llama-yarn", "qwen2", "qwen3")
 
 
 def modules_after(code: str) -> set[str]:
@@ -56,36 +57,31 @@ def test_a_start_imports_no_compiler_and_no_model_classes() -> None:
     assert not modules_after(code) & set(STARTING)
 
 
-def test_a_model_without_memory_imports_no_compiler() -> None:
-    """A start on CUDA builds one, to know what to compile."""
+def test_a_start_on_cuda_knows_what_to_compile_without_a_compiler(tmp_path: Path) -> None:
+    """It builds a model without memory, and for common families knows what one row multiplies.
+    Torch's meta device imports a compiler for an embedding."""
     code = (
-        "import torch\nfrom asyncllm import EngineArgs\n"
+        "import sys, torch\nfrom asyncllm import EngineArgs\n"
         "from asyncllm.attention.cache_spec import CacheLayout\n"
         "from asyncllm.attention.kv_cache import KVCache\n"
         "from asyncllm.models.registry import model_without_memory\n"
+        "from asyncllm.worker import kernel_prewarm\n"
         "config, dtype = EngineArgs('tiny').create_engine_config(), torch.bfloat16\n"
         "with torch.inference_mode():\n"
         "    model = model_without_memory(config.model, dtype, 16)\n"
         "    layout = CacheLayout(model.attention_layers, 16, dtype)\n"
-        "    KVCache(layout, 1, torch.device('meta'))"
-    )
-    assert not modules_after(code) & set(STARTING)
-
-
-@pytest.mark.parametrize("family", ["llama-yarn", "qwen2", "qwen3"])
-def test_what_one_row_multiplies_is_known_without_a_compiler(family: str, tmp_path: Path) -> None:
-    """Torch's meta device imports one for an embedding."""
-    config = deepcopy(CONFIGS[family])
-    config.architectures = [random_reference(config).__class__.__name__]
-    config.save_pretrained(tmp_path)
-    code = (
-        "import torch\nfrom asyncllm import EngineArgs\n"
-        "from asyncllm.worker import kernel_prewarm\n"
+        "    KVCache(layout, 1, torch.device('meta'))\n"
         "kernel_prewarm.has_fast_ops = lambda device, dtype: True\n"
-        f"args = EngineArgs({str(tmp_path)!r}, dtype='bfloat16', load_format='dummy',"
+        f"for family in {FAMILIES}:\n"
+        f"    args = EngineArgs(f'{tmp_path}/{{family}}', dtype='bfloat16', load_format='dummy',"
         " skip_tokenizer_init=True)\n"
-        "config = args.create_engine_config()\n"
-        "start = kernel_prewarm.early_start(config, torch.device('cpu'))\n"
-        "assert len(start.row_products) >= 3"
+        "    config = args.create_engine_config()\n"
+        "    start = kernel_prewarm.early_start(config, torch.device('cpu'))\n"
+        "    assert len(start.row_products) >= 3, family\n"
+        f"    assert not sys.modules.keys() & {set(STARTING)}, family\n"
     )
+    for family in FAMILIES:
+        config = deepcopy(CONFIGS[family])
+        config.architectures = [random_reference(config).__class__.__name__]
+        config.save_pretrained(tmp_path / family)
     assert not modules_after(code) & set(STARTING)

@@ -101,11 +101,12 @@ ROWS: tuple[tuple[Status, str, str], ...] = (
         mm-encoder-tp-mode mm-processor-kwargs mm-tensor-ipc video-pruning-rate
         """),
     ("not yet", "no pooling models", "pooler-config io-processor-plugin"),
-    ("not yet", "no state-space or diffusion models", """
+    ("not yet", "states of recurrent layers have one dtype and one kernel", """
         mamba-backend mamba-block-size mamba-cache-dtype=auto mamba-cache-mode
-        mamba-cache-philox-rounds mamba-ssm-cache-dtype=auto gdn-prefill-backend diffusion-config
+        mamba-cache-philox-rounds mamba-ssm-cache-dtype=auto gdn-prefill-backend
         enable-mamba-cache-stochastic-rounding?
         """),
+    ("not yet", "no diffusion models", "diffusion-config"),
     ("not yet", "prompts are text or token ids", "enable-prompt-embeds?"),
     ("not yet", "weights and pages stay on the GPU; --swap-space is for preempted sequences", """
         cpu-offload-gb=0 cpu-offload-params+ offload-backend offload-group-size offload-num-in-group
@@ -116,7 +117,7 @@ ROWS: tuple[tuple[Status, str, str], ...] = (
         kv-transfer-config kv-events-config ec-transfer-config tokens-only?
         """),
     ("not yet", "an engine sleeps only by ending", "enable-sleep-mode? weight-transfer-config"),
-    ("not yet", "answers do not tell it", "enable-return-routed-experts? enable-log-outputs?"),
+    ("not yet", "answers do not tell it", "enable-return-routed-experts?"),
     ("not yet", "TLS has a certificate and a key", """
         ssl-ca-certs ssl-cert-reqs=0 ssl-ciphers enable-ssl-refresh?
         """),
@@ -150,10 +151,9 @@ ROWS: tuple[tuple[Status, str, str], ...] = (
         model-loader-extra-config pt-load-map-location safetensors-load-strategy=lazy
         safetensors-prefetch-block-size safetensors-prefetch-num-threads
         """),
-    ("never", "one process without workers", """
-        worker-extension-cls ray-workers-use-nsight? numa-bind? numa-bind-cpus+ numa-bind-nodes+
-        """),
-    ("never", "prompts are not logged", "max-log-len=*"),
+    ("never", "ranks run no other code", "worker-extension-cls ray-workers-use-nsight?"),
+    ("never", "numactl does so from outside", "numa-bind? numa-bind-cpus+ numa-bind-nodes+"),
+    ("never", "prompts and answers are not logged", "max-log-len=* enable-log-outputs?"),
     ("never", "errors are logged with their stack, and never sent", "log-error-stack?*"),
 )  # fmt: skip
 

@@ -10,10 +10,13 @@ import torch
 from asyncllm.attention.cache_spec import CacheLayout
 from asyncllm.attention.registry import resolve_backend
 from asyncllm.config import EngineConfig
+from asyncllm.gguf_file import LINK
+from asyncllm.hub.files import missing_parts
 from asyncllm.kernels import persistent_decode
 from asyncllm.kernels.declaration import Launch
 from asyncllm.mesh_config import MeshConfig
 from asyncllm.models.base import CausalLM
+from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.loader import load_weights
@@ -27,7 +30,14 @@ from asyncllm.worker.memory import forward_without_attention
 def make_model(
     config: EngineConfig, ops: Ops, mesh: Mesh, device: torch.device
 ) -> tuple[CausalLM, LoRALayers | None]:
-    """The model, its weights still to be loaded, and its adapters' layers, where it serves any."""
+    """The model, its weights still to be loaded, and its adapters' layers, where it serves any.
+
+    Raises `ModelLoadError`, for files that are not there too, before it takes memory.
+    """
+    folder = config.model.path
+    is_read = config.load_format != "dummy" and not (folder / LINK).is_file()
+    if is_read and missing_parts(folder, ["weights"]):
+        Checkpoint(folder)  # raises
     dtype = getattr(torch, config.dtype)
     lora = None
     if config.enable_lora:

@@ -65,7 +65,7 @@ def test_what_is_accepted_changes_nothing(flag: VllmFlag) -> None:
     [
         (["--decode-context-parallel-size=2"], "-size 2 is not served yet: there are --tensor-"),
         (["-sc", "{}"], "--speculative-config {} is not served yet: no speculative"),
-        (["--mamba_backend", "x"], "--mamba-backend x is not served yet: no state-space"),
+        (["--mamba_backend", "x"], "--mamba-backend x is not served yet: states of recurrent"),
         (["--no-enable-chunked-prefill"], "--enable-chunked-prefill off is not served yet"),
         (["--fully-sharded-loras"], "--fully-sharded-loras is not served yet: adapters have"),
         (["--cudagraph-capture-sizes", "1", "2"], "1 2: here it is --cuda-graph-sizes"),

@@ -65,6 +65,7 @@ async def _ends(engine: AsyncLLMEngine, count: int) -> list[Any]:
     return await asyncio.gather(*work, return_exceptions=True)
 
 
+@pytest.mark.true_start
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_process_ends_its_requests_and_is_started_again(number: signal.Signals) -> None:
     async def main() -> None:
@@ -113,6 +114,7 @@ def test_the_error_names_request_and_engine() -> None:
     run(main())
 
 
+@pytest.mark.true_start
 def test_what_cannot_start_leaves_no_process(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((TINY / name).read_bytes())

@@ -26,7 +26,9 @@ from asyncllm import (
 )
 from asyncllm.engine import engine_steps, input_processor
 from asyncllm.engine.live_requests import LiveRequests
+from asyncllm.sampling_params import RepetitionDetectionParams
 from asyncllm.step_plan import StepPlan
+from asyncllm.structured_outputs import StructuredOutputsParams
 from tests.waiting import PATIENCE_SECONDS, run, until
 
 SMALL: dict[str, Any] = {
@@ -128,6 +130,24 @@ def test_parameters_that_were_changed_are_checked_at_the_call(name: str, value: 
     params = SamplingParams()
     setattr(params, name, value)
     with pytest.raises(InvalidRequestError, match=name):
+        engine.generate("Hello", params)
+
+
+def test_parameters_inside_parameters_are_checked_and_copied_too() -> None:
+    engine = small_engine()
+    detection = RepetitionDetectionParams(4, 1, 2)
+    wanted = StructuredOutputsParams(choice=["yes", "no"])
+    params = SamplingParams(repetition_detection=detection, structured_outputs=wanted)
+    own = params.checked_copy()
+    wanted.choice = ["other"]
+    assert own.structured_outputs is not None and own.structured_outputs.choice == ["yes", "no"]
+    wanted.choice = None
+    with pytest.raises(InvalidRequestError, match="structured_outputs"):
+        engine.generate("Hello", params)
+    wanted.choice = ["yes"]
+    detection.min_count = -3
+    assert own.repetition_detection is not None and own.repetition_detection.min_count == 2
+    with pytest.raises(InvalidRequestError, match="min_count"):
         engine.generate("Hello", params)
 
 

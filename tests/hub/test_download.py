@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import sys
 import time
 import tracemalloc
 from pathlib import Path
@@ -38,6 +40,26 @@ def test_the_model_is_downloaded_and_nothing_else(hub: SmallHub, cache: Path) ->
     folder = find_or_download(REPO, cache, ALL)
     assert held(folder) == TINY
     assert folder == cache / "models--our-org--tiny" / "snapshots" / COMMIT
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_of_all_bytes_on_a_terminal_and_none_elsewhere(
+    hub: SmallHub, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for shown in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", shown)
+        find_or_download(REPO, cache, ALL)
+        shutil.rmtree(cache)
+        last = shown.getvalue().split("\r")[-1]
+        if not shown.isatty():
+            assert last == ""
+            continue
+        size = len(TINY["model.safetensors"]) / 1e6
+        assert last.startswith(f"{NAME}: 100%") and f"{size:.2f}M/{size:.2f}M" in last
 
 
 def test_what_is_in_the_cache_is_not_asked_for(hub: SmallHub, cache: Path) -> None:

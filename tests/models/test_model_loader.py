@@ -6,10 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from asyncllm.config import EngineArgs
 from asyncllm.errors import ModelLoadError
 from asyncllm.models import loader
 from asyncllm.models.checkpoint import INDEX_FILE, SINGLE_FILE
+from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.loader import load_weights
+from asyncllm.models.parallel.mesh import ALONE
+from asyncllm.worker import model_loading
 from tests.models.tiny_checkpoints import CONFIGS, build, llama, load, random_reference, weights
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -117,6 +121,14 @@ def test_tied_head_may_repeat_the_embedding(tmp_path):
 def test_no_safetensors(folder):
     (folder / SINGLE_FILE).rename(folder / "pytorch_model.bin")
     fails(folder, folder, SINGLE_FILE, INDEX_FILE)
+
+
+def test_files_that_are_not_there_are_said_before_there_is_a_model(folder, monkeypatch):
+    (folder / SINGLE_FILE).unlink()
+    monkeypatch.setattr(model_loading, "build_model", None)
+    config = EngineArgs(model=str(folder), skip_tokenizer_init=True).create_engine_config()
+    with pytest.raises(ModelLoadError, match="holds neither"):
+        model_loading.make_model(config, TorchOps(), ALONE, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 5, 1000, -1])

@@ -33,7 +33,7 @@ IS_DOCUMENTED = f"transformers {transformers.__version__}:" in TEXT
 NOT_COMPARED = "not compared: the script was not run on it to its end"
 # The processes of one run share it, and so draw alike.
 SEED = os.environ.get("PYTEST_XDIST_TESTRUNUID") or str(time.time_ns())
-SHARES = 8  # each ends well before faulthandler_timeout
+SHARES = 4  # each ends well before faulthandler_timeout
 
 
 def test_every_class_is_listed() -> None:

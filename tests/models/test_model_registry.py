@@ -1,11 +1,12 @@
 """Which models are built, which are refused and how, and that a forward pass never waits."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig, MambaConfig, Qwen2_5_VLConfig
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, MambaConfig, Qwen2_5_VLConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as ARCHITECTURES,
 )
@@ -108,6 +109,19 @@ def test_more_layers_than_the_checkpoint_has_are_refused(tmp_path, max_shard_siz
     config = ModelConfig.from_folder(tmp_path)
     with pytest.raises(ModelLoadError, match=r"num_hidden_layers 9999 is more than the 3 of the"):
         build_model(config, torch.float32, META, TorchOps(), max_model_len=16)
+
+
+@pytest.mark.parametrize("num_layers", [29, 9999])
+def test_more_layers_than_the_checkpoint_has_tensors_are_refused(tmp_path, num_layers):
+    """Models that transformers' code computes name their layers as they like."""
+    config = GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=64, vocab_size=97)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)  # 2 * 12 tensors of layers, 2 * 2 others
+    write_config(tmp_path, config, architectures=["GPT2LMHeadModel"], n_layer=num_layers)
+    start = time.perf_counter()
+    with pytest.raises(ModelLoadError, match=f"{num_layers} is more than the") as caught:
+        build(tmp_path)
+    assert "config.json: num_hidden_layers" in str(caught.value)
+    assert time.perf_counter() - start < 5
 
 
 def test_layers_are_not_counted_where_no_checkpoint_can_be_read(tmp_path):

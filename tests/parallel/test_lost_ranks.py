@@ -99,6 +99,7 @@ async def collect(engine: AsyncLLMEngine, prompt: str) -> None:
         pass
 
 
+@pytest.mark.true_start
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "reason"),
@@ -185,6 +186,7 @@ def group_of(engine: AsyncLLMEngine) -> WorkerGroup:
     return engine._core.worker.group
 
 
+@pytest.mark.true_start
 @pytest.mark.slow
 def test_a_rank_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The start raises what it says; the other one ends, too."""
@@ -200,6 +202,7 @@ def test_a_rank_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     run(test())
 
 
+@pytest.mark.true_start
 @pytest.mark.slow
 def test_a_rank_that_dies_while_it_loads() -> None:
     async def test() -> None:
@@ -215,6 +218,7 @@ def test_a_rank_that_dies_while_it_loads() -> None:
     run(test())
 
 
+@pytest.mark.true_start
 @pytest.mark.slow
 def test_a_start_that_is_cancelled_leaves_no_process() -> None:
     async def test() -> None:
@@ -332,6 +336,7 @@ def test_a_rank_that_is_lost_again_and_again() -> None:
     run(test())
 
 
+@pytest.mark.true_start
 @pytest.mark.slow
 def test_an_engine_that_is_closed_while_its_ranks_start_again() -> None:
     async def test() -> None:

@@ -65,6 +65,7 @@ def test_ranks_of_one_host_listen_at_no_address_of_others() -> None:
     run(test())
 
 
+@pytest.mark.true_start
 def test_all_that_sampling_knows_in_one_batch() -> None:
     expected = run(answers("tiny", ASKS))
     expect_same(run(answers("tiny", ASKS, tensor_parallel_size=2)), expected)
