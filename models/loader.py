@@ -182,7 +182,7 @@ def _fill_dummy(loads: Sequence[Load], seed: int) -> None:
         elif load.view.dtype in PLAIN_FLOATS:
             load.view.normal_(0.0, DUMMY_STD, generator=generator)
         else:
-            load.view.copy_(_dummy_file(load, generator))
+            load.view.copy_(_dummy_file(load, generator)[load.part])
 
 
 def _dummy_file(load: Load, generator: torch.Generator) -> torch.Tensor:

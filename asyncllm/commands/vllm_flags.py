@@ -32,7 +32,7 @@ SHORT = {
 ROWS: tuple[tuple[Status, str, str], ...] = (
     ("accepted", "always so", """
         enable-chunked-prefill?on enable-server-load-tracking?* tokenizer-mode=auto,hf,fast
-        runner=auto,generate convert=auto,none model-impl=auto config-format=auto,hf
+        runner=auto,generate convert=auto,none config-format=auto,hf
         prefix-caching-hash-algo=sha256 logprobs-mode=raw_logprobs language-model-only?on
         enable-log-deltas?on worker-cls=auto performance-mode=balanced
         """),
@@ -192,10 +192,8 @@ def vllm_flags() -> Iterator[VllmFlag]:
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
-    """Those that `parser` has not; `--help` does not list them."""
+    """None of them is a flag of `parser` already; `--help` does not list them."""
     for flag in vllm_flags():
-        if f"--{flag.name}" in parser._option_string_actions:
-            continue
         options = [f"--{flag.name}", *(short for short, name in SHORT.items() if name == flag.name)]
         if flag.is_switch:
             options.append(f"--no-{flag.name}")

@@ -15,7 +15,7 @@ import torch
 from asyncllm.errors import ModelLoadError
 from asyncllm.models.quantization.file_config import Keys, named_by
 from asyncllm.models.quantization.fp8_files import ReaderOf
-from asyncllm.models.quantization.method import Reader, Source
+from asyncllm.models.quantization.method import Matrix, Reader, Source
 from asyncllm.models.quantization.scheme import CODE_VALUES, Scheme
 from asyncllm.models.quantization.sources import Header, checked
 
@@ -38,7 +38,7 @@ def bitsandbytes(keys: Keys, header: Header) -> ReaderOf:
 
 
 def _int8_sources(header: Header, name: str, rows: int, columns: int) -> Iterator[Source]:
-    yield Source("weight", (rows, columns), torch.int8, ("weight",))
+    yield Source("weight", (rows, columns), torch.int8, ("weight",), matrix=Matrix())
     yield Source(
         "SCB",
         (rows,),

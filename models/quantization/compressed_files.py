@@ -11,7 +11,7 @@ import torch
 from asyncllm.errors import ModelLoadError
 from asyncllm.models.quantization.file_config import Keys, targeted_by
 from asyncllm.models.quantization.fp8_files import ReaderOf, block_sources
-from asyncllm.models.quantization.method import Reader, Source
+from asyncllm.models.quantization.method import Matrix, Reader, Source
 from asyncllm.models.quantization.packed_files import KIND_OF_BITS
 from asyncllm.models.quantization.scheme import E8M0_BIAS, Activations, Scheme
 from asyncllm.models.quantization.sources import (
@@ -131,7 +131,12 @@ def _sources(
         yield fp8_weight(rows, columns)
     else:
         yield Source(
-            "weight", (rows, columns), torch.int8, ("weight",), lambda codes: [order.sort(codes)]
+            "weight",
+            (rows, columns),
+            torch.int8,
+            ("weight",),
+            lambda codes: [order.sort(codes)],
+            Matrix(),
         )
     scales: list[torch.Tensor] = []
     yield _scale(scheme, layout, name, rows, groups, scales)
@@ -149,7 +154,8 @@ def _packed_weight(scheme: Scheme, order: ActOrder, rows: int, columns: int) -> 
     def convert(words: torch.Tensor) -> list[torch.Tensor]:
         return [stored(scheme, order.sort(unpack_words(words, bits, 1)[:, :columns]))]
 
-    return Source("weight_packed", (rows, num_words), torch.int32, ("weight",), convert)
+    matrix = Matrix(columns=WORD_BITS // bits)
+    return Source("weight_packed", (rows, num_words), torch.int32, ("weight",), convert, matrix)
 
 
 def _shape(rows: int, columns: int) -> Source:
@@ -206,7 +212,8 @@ def _zero_point(
 def _mxfp4_sources(scheme: Scheme, name: str, rows: int, columns: int) -> Iterator[Source]:
     if columns % MXFP4_GROUP:
         raise ModelLoadError(f"{name}: groups of {MXFP4_GROUP} do not divide {columns} columns")
-    yield Source("weight_packed", (rows, columns // 2), torch.uint8, ("weight",))
+    matrix = Matrix(columns=2)
+    yield Source("weight_packed", (rows, columns // 2), torch.uint8, ("weight",), matrix=matrix)
 
     def convert(exponents: torch.Tensor) -> list[torch.Tensor]:
         if bool((exponents == 255).any()):

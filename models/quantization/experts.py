@@ -138,6 +138,14 @@ class OwnRows:
         start, stop = torch.searchsorted(self.rows, ends).tolist()
         return self.rows[start:stop] - first, slice(start, stop)
 
+    def part(self, source: Source, read: torch.Tensor, columns: int) -> tuple[slice, ...] | None:
+        """Where one expert's tensor of so many columns has the rows `read`, which `among` gave;
+        None: not by themselves."""
+        rows = range(int(read[0]), int(read[-1]) + 1)
+        if source.matrix is None or len(rows) > len(read):
+            return None
+        return source.matrix.part(rows, None if self.columns == slice(0, columns) else self.columns)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedExpertsMethod:
@@ -238,9 +246,13 @@ class QuantizedExpertsMethod:
                 weights[f"{product}.{field}"][place, : self._width(field, own.columns)]
                 for field in source.fields
             ]
+            part = of_file
             if source.fields and not own.is_whole:
-                source = converted(source, cut)
-            yield replace(source_load(_layer(load), source, views, self.device), part=of_file)
+                if (of_matrix := own.part(source, read, columns)) is not None:
+                    part = of_matrix
+                else:
+                    source = converted(source, cut)
+            yield replace(source_load(_layer(load), source, views, self.device), part=part)
 
     def _unread(self, name: str, file_shape: tuple[int, ...], dtype: torch.dtype) -> Load:
         """Known to be in the file, and another rank's."""

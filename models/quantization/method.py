@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -21,6 +21,28 @@ from asyncllm.models.layers.ops import Epilogue, Normed, Out
 from asyncllm.models.quantization.scheme import Scheme
 
 
+class Matrix(NamedTuple):
+    """How a file's tensor of two dimensions has a matrix of which a part may be converted alone:
+    so many rows, or columns, in each place of a dimension. Groups of columns are not cut."""
+
+    rows: int = 1
+    columns: int | None = 1  # None: rows are converted whole
+    is_transposed: bool = False
+
+    def part(self, rows: range | None, columns: slice | None) -> tuple[slice, ...] | None:
+        """Where the file has these, None being all; None: not by themselves."""
+        found = []
+        for wanted, each in ((rows, self.rows), (columns, self.columns)):
+            if wanted is None:
+                found.append(slice(None))
+            elif each is None or wanted.start % each or wanted.stop % each:
+                return None
+            else:
+                found.append(slice(wanted.start // each, wanted.stop // each))
+        first, second = found[::-1] if self.is_transposed else found
+        return (first,) if second == slice(None) else (first, second)
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """One tensor of a file: `suffix` after the layer's name (and a dot, unless it begins with "_"
@@ -29,6 +51,7 @@ class Source:
     convert: the contents of `fields`, in their order, [rows, ...] each; None: the tensor is the one
     field. Without fields it only checks. Raises `ValueError` in the words that follow the tensor's
     name. Sources are read in their order: a later one may use what an earlier one has kept.
+    matrix: where a rank can read its own part alone; None: all of it is read, and a part is kept.
     """
 
     suffix: str
@@ -36,6 +59,7 @@ class Source:
     dtype: torch.dtype
     fields: tuple[str, ...] = ()
     convert: Callable[[torch.Tensor], Sequence[torch.Tensor]] | None = None
+    matrix: Matrix | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,10 +140,11 @@ class QuantizedLinearMethod:
             own, by_row = slice(number, number + 1), slice(start, start + rows)
             place = {"order": own, "input_scale": own}
             for source in self.reader.sources(name, shape.parts[name], shape.in_features):
+                part: tuple[slice, ...] = ()
                 if shape.shard != WHOLE and source.fields:
-                    source = self._shard(source, shape, name)
+                    source, part = self._shard(source, shape, name)
                 views = [weights[field][place.get(field, by_row)] for field in source.fields]
-                yield source_load(name, source, views, self.device)
+                yield replace(source_load(name, source, views, self.device), part=part)
             start += rows
         yield from bias_loads(shape, weights)
 
@@ -135,9 +160,15 @@ class QuantizedLinearMethod:
             )
         check_columns(self.scheme, name, columns, shape.in_features)
 
-    def _shard(self, source: Source, shape: LinearShape, name: str) -> Source:
-        """Take a rank's share of what a whole tensor becomes: words lie as the reader says."""
+    def _shard(
+        self, source: Source, shape: LinearShape, name: str
+    ) -> tuple[Source, tuple[slice, ...]]:
+        """A rank's share: a part of the file's tensor, or of what the whole one becomes."""
         columns, ranges = shape.shard.columns, shape.rows(name)
+        if source.matrix is not None and len(ranges) == 1:
+            rows = None if columns is not None else range(shape.parts[name])[ranges[0]]
+            if (part := source.matrix.part(rows, columns)) is not None:
+                return source, part
 
         def cut(field: str, tensor: torch.Tensor) -> torch.Tensor:
             if field in ("order", "input_scale"):
@@ -146,7 +177,7 @@ class QuantizedLinearMethod:
                 return torch.cat([tensor[rows] for rows in ranges])
             return tensor[:, place_of_columns(self.scheme, field, columns)]
 
-        return converted(source, cut)
+        return converted(source, cut), ()
 
     def finish(self, weights: Weights) -> None:
         order = weights.get("order")

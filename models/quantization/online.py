@@ -14,7 +14,7 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.model_config import Quantization
 from asyncllm.models.base import Load
 from asyncllm.models.quantization.fp8_files import ReaderOf
-from asyncllm.models.quantization.method import Reader, Source
+from asyncllm.models.quantization.method import Matrix, Reader, Source
 from asyncllm.models.quantization.scheme import Scheme, quantize
 
 INT4_GROUP = 128
@@ -35,7 +35,12 @@ def online(quantization: Quantization) -> ReaderOf:
 def _sources(scheme: Scheme, name: str, rows: int, columns: int) -> Iterator[Source]:
     _check_columns(scheme, name, columns)
     yield Source(
-        "weight", (rows, columns), torch.bfloat16, ("weight", "scale"), partial(_quantize, scheme)
+        "weight",
+        (rows, columns),
+        torch.bfloat16,
+        ("weight", "scale"),
+        partial(_quantize, scheme),
+        Matrix(columns=None if scheme.group is None else 1),
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from asyncllm.errors import ModelLoadError
 from asyncllm.models.quantization.file_config import Keys, named_by
 from asyncllm.models.quantization.fp8_files import ReaderOf
-from asyncllm.models.quantization.method import Reader, Source
+from asyncllm.models.quantization.method import Matrix, Reader, Source
 from asyncllm.models.quantization.scheme import Kind, Scheme
 from asyncllm.models.quantization.sources import (
     WORD_BITS,
@@ -126,6 +126,7 @@ def _gptq_sources(
         torch.int32,
         ("weight",),
         lambda words: [stored(scheme, order.sort(unpack_words(words, bits, 0).T))],
+        Matrix(columns=per_word, is_transposed=True),
     )
     yield from _scales_and_zeros(
         scheme, rows, groups, lambda words: (unpack_words(words, bits, 1) + zero_shift) & 255
@@ -151,6 +152,7 @@ def _awq_sources(scheme: Scheme, name: str, rows: int, columns: int) -> Iterator
         torch.int32,
         ("weight",),
         lambda words: [stored(scheme, unpack(words).T)],
+        Matrix(rows=WORD_BITS // scheme.bits, is_transposed=True),
     )
     yield from _scales_and_zeros(scheme, rows, groups, unpack)
 

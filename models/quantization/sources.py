@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from asyncllm.models.quantization.method import Source
+from asyncllm.models.quantization.method import Matrix, Source
 from asyncllm.models.quantization.scheme import FP8, Scheme, pack
 
 WORD_BITS = 32
@@ -74,7 +74,7 @@ def input_scale(header: Header, name: str) -> Source:
 
 
 def fp8_weight(rows: int, columns: int, suffix: str = "weight") -> Source:
-    return Source(suffix, (rows, columns), FP8, ("weight",))
+    return Source(suffix, (rows, columns), FP8, ("weight",), matrix=Matrix())
 
 
 class ActOrder:

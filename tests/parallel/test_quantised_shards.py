@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from transformers import GptOssConfig, PretrainedConfig, Qwen3MoeConfig
 from asyncllm.errors import ModelLoadError
 from asyncllm.mesh_config import MeshConfig
 from asyncllm.model_config import Quantization
+from asyncllm.models.loader import load_weights, open_checkpoint
 from asyncllm.models.parallel.mesh import Alone
 from asyncllm.models.quantization.online import SCHEMES
 from tests.engine.test_quantized_experts import (
@@ -22,7 +25,7 @@ from tests.engine.test_quantized_experts import (
     write_mixture,
 )
 from tests.models.quantized_files import FORMATS, write_checkpoint
-from tests.models.tiny_checkpoints import random_reference
+from tests.models.tiny_checkpoints import llama, random_reference
 from tests.parallel.test_shards import build, expect_equal
 
 # What ranks of a group cannot have a part of, and why.
@@ -45,6 +48,62 @@ def test_quantised_weights_are_sliced_as_they_are(name: str, tmp_path: Path) -> 
             expect_equal(tmp_path, 2)
         return
     expect_equal(tmp_path, 2)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in REFUSED])
+def test_ranks_read_no_codes_but_their_own(name: str, tmp_path: Path) -> None:
+    """Together they read each tensor of codes once; of scales, which are few, all of them."""
+    with torch.inference_mode():
+        write_checkpoint(FORMATS[name], tmp_path)
+    assert codes_read(tmp_path, 2) == codes_read(tmp_path, 1)
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "fp8-tensor", "ct-int8"])
+def test_dummy_weights_have_the_same_parts(name: str, tmp_path: Path) -> None:
+    with torch.inference_mode():
+        write_checkpoint(FORMATS[name], tmp_path)
+        model = build(tmp_path, Alone(MeshConfig(2, rank=1)))
+        load_weights(model, tmp_path, "dummy", seed=0, progress=False)
+
+
+@pytest.mark.parametrize("quantization", SCHEMES)
+@pytest.mark.parametrize("is_mixture", [False, True])
+def test_ranks_quantise_what_is_theirs(
+    quantization: Quantization, is_mixture: bool, tmp_path: Path
+) -> None:
+    """Where a scale is a whole row's, a rank with columns of it needs all of them."""
+    family = Qwen3MoeConfig(**MIXTURE.to_dict() | {"moe_intermediate_size": 256, "head_dim": 64})
+    config: PretrainedConfig = (
+        family
+        if is_mixture
+        else llama(
+            hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2
+        )
+    )
+    with torch.inference_mode():
+        random_reference(config).save_pretrained(tmp_path)
+    alone, of_two = (codes_read(tmp_path, size, quantization) for size in (1, 2))
+    by_columns = {name for name in alone if "o_proj" in name or "down_proj" in name}
+    assert by_columns
+    for name, count in alone.items():
+        is_twice = quantization != "int4" and name in by_columns
+        assert of_two[name] == count * (2 if is_twice else 1), name
+
+
+def codes_read(
+    folder: Path, num_ranks: int, quantization: Quantization | None = None
+) -> dict[str, int]:
+    """The numbers of the files' matrices of layers that ranks read, of all ranks together."""
+    counts: dict[str, int] = {}
+    checkpoint = open_checkpoint(folder)
+    for rank in range(num_ranks):
+        for load in build(folder, Alone(MeshConfig(num_ranks, rank)), quantization).loads():
+            shape = checkpoint.header(load.name)[0]
+            if "_proj" in load.name and "scale" not in load.name and "zero" not in load.name:
+                parts = zip_longest(shape, load.part, fillvalue=slice(None))
+                read = math.prod(len(range(size)[part]) for size, part in parts)
+                counts[load.name] = counts.get(load.name, 0) + read
+    return {name: counts[name] for name in counts if len(checkpoint.header(name)[0]) == 2}
 
 
 BY = pytest.mark.parametrize("by_expert", [False, True], ids=["by size", "by number"])
