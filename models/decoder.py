@@ -241,22 +241,23 @@ class DenseDecoder:
         ):
             x = layer(x, residual, next_norm, rotations[rotary], mixer)
         if self._mesh.config.pp > 1:
-            return self._end(residual)
+            return residual
         return x.values if x.squares is None else self.norm(residual)
+
+    def make_room(self, num_tokens: int) -> None:
+        """Have room for what another stage has made of so many tokens."""
+        self.received = self._build.empty(num_tokens, self._hidden_size).zero_()
 
     def _begin(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The residual before this stage's layers, [T, hidden_size]."""
         if self._mesh.config.stage == 0:
             return self.embed_tokens(token_ids)
-        return self._mesh.receive(self._build.empty(len(token_ids), self._hidden_size))
+        return self.received[: len(token_ids)].clone()  # as layers add to it in place
 
-    def _end(self, residual: torch.Tensor) -> torch.Tensor:
-        """Behind this stage's layers: the first stage gets what the last one has made. The hidden
-        states of other stages are nobody's."""
-        self._mesh.send(residual)
-        if self._mesh.config.stage > 0:
-            return residual
-        return self.norm(self._mesh.receive(torch.empty_like(residual)))
+    def last_norm(self, num_tokens: int) -> torch.Tensor:
+        """Hidden states [num_tokens, hidden_size], on the first stage, of what the last one has
+        made."""
+        return self.norm(self.received[:num_tokens])
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self._mesh.config.stage > 0:  # which rank 0 samples from its own

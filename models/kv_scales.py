@@ -21,6 +21,7 @@ from asyncllm.kernels.recurrent.records import DeltaRule, Recurrence, StateLayer
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import CausalLM, TokenInputs
 from asyncllm.models.checkpoint import Checkpoint
+from asyncllm.models.parallel.stages import Stages
 
 # Names below a layer's, of compressed-tensors and of modelopt.
 K_NAMES = "self_attn.k_scale", "self_attn.attn.k_scale", "self_attn.k_proj.k_scale"
@@ -55,7 +56,12 @@ def _stored(checkpoint: Checkpoint, layer: str, names: tuple[str, ...]) -> float
 
 
 def measured_scales(
-    model: CausalLM, config: ModelConfig, dtype: torch.dtype, max_len: int, device: torch.device
+    model: CausalLM,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    max_len: int,
+    device: torch.device,
+    stages: Stages | None,
 ) -> KVScales:
     """By the largest numbers of a sequence of random tokens."""
     num_tokens = min(MEASURED_TOKENS, max_len)
@@ -65,7 +71,11 @@ def measured_scales(
     lens = torch.full_like(positions, num_tokens) if model.uses_prompt_lens else None
     mixer = _Measure(len(model.attention_layers), torch.finfo(dtype).max / HEADROOM)
     device_lens = None if lens is None else lens.to(device)
-    model.forward(TokenInputs(ids.to(device), positions.to(device), device_lens), mixer)
+    if stages is not None:
+        stages.receive(num_tokens)
+    residual = model.forward(TokenInputs(ids.to(device), positions.to(device), device_lens), mixer)
+    if stages is not None:
+        stages.send(residual, returns=False)
     return mixer.scales()
 
 

@@ -146,5 +146,5 @@ if __name__ == "__main__":
         __import__(name)
     assert threading.active_count() == 1
     own_module = fork_for_ever(socket.socket(fileno=int(sys.argv[2])), int(sys.argv[1]))
-    del sys.modules[own_module]  # as __main__ it is run anew
+    sys.modules.pop(own_module, None)  # as __main__ it is run anew
     runpy.run_module(own_module, run_name="__main__", alter_sys=True)

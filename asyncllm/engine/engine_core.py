@@ -31,7 +31,7 @@ from asyncllm.engine.engine_steps import EngineSteps
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.engine.output_state import Sink, TextSink
-from asyncllm.engine.pipeline import run_ahead, run_synchronous
+from asyncllm.engine.pipeline import run_ahead, run_staged, run_synchronous
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.state_pool import StatePool
@@ -240,10 +240,14 @@ class EngineCore:
     # --- its task ----------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        loop = run_ahead if self._config.async_scheduling else run_synchronous
         while self.dead is None:
             try:
-                await loop(self.steps)
+                if not self._config.async_scheduling:
+                    await run_synchronous(self.steps)
+                elif self._config.mesh.pp > 1:
+                    await run_staged(self.steps, len(self.live.scheduler.sets))
+                else:
+                    await run_ahead(self.steps)
             except Exception as error:
                 logger.exception("a step failed; the requests that had begun end with an error")
                 await self._recover(error)
@@ -357,6 +361,7 @@ class EngineCore:
             preemption_mode=config.preemption_mode,
             swap_cost=self.worker.swap_cost,
             totals=totals,
+            num_sets=config.mesh.pp if config.async_scheduling else 1,
         )
 
     async def close(self) -> None:

@@ -27,6 +27,7 @@ from asyncllm.host import in_own_thread
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepResult
 from asyncllm.worker.executor import HostStep
+from asyncllm.worker.packed_step import NO_ROWS
 from asyncllm.worker.ranks.messages import CaptureGraph
 from asyncllm.worker.worker import Worker
 
@@ -144,6 +145,12 @@ class EngineSteps:
         self._live.jump_forward(constrained.forced)
         self._host_seconds["finish"] += time.monotonic() - start
         self._host_seconds["constrain"] += constrained.seconds
+
+    async def end(self, plan: StepPlan, launched: Launched) -> None:
+        if plan.needs_host:
+            await self.constrain(plan, launched)
+        elif isinstance(launched, HostStep):
+            launched.sample(NO_ROWS)
 
     def finish(self, plan: StepPlan, result: StepResult) -> None:
         start = time.monotonic()

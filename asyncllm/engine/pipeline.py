@@ -12,13 +12,20 @@ its forward pass is launched ahead; its sampling follows, prepared while the for
 
 Clients get a finished step's tokens at once, or, where the next one must be constrained, meanwhile.
 
-`run_synchronous`, its twin, finishes each step before it plans the next. They must give the same
-tokens. Both are tested with a fake device.
+`run_staged` is for a pipeline of stages: each step has two parts on the device, and belongs to one
+of as many row sets, which are disjoint and planned in turns. Between a step's parts, those of the
+other sets are at work (staged_runner.py); a set's next step is begun before its tokens are known.
+
+    host   | end A | plan A' | begin A' | wait A | finish A | end B | plan B' | begin B' | ...
+
+`run_synchronous`, their twin, finishes each step before it plans the next. They must give the same
+tokens. All are tested with a fake device.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import Protocol
 
 from asyncllm.step_plan import StepPlan
@@ -50,6 +57,10 @@ class Steps(Protocol):
 
         It calls `emit` when nothing more can be done for the device.
         """
+        ...
+
+    async def end(self, plan: StepPlan, launched: Launched) -> None:
+        """Launch what is left of a step that has two parts; its set's step before is finished."""
         ...
 
     def finish(self, plan: StepPlan, result: StepResult) -> None:
@@ -85,14 +96,31 @@ async def run_ahead(steps: Steps) -> None:
         await asyncio.sleep(0)  # even where the device is never behind, HTTP gets its turn
 
 
+async def run_staged(steps: Steps, num_sets: int) -> None:
+    """Run for ever, a step of each set in flight. Ends as `run_ahead`. num_sets: that `plan` takes
+    in turns."""
+    in_flight: deque[tuple[StepPlan, Launched] | None] = deque([None] * num_sets)
+    while True:
+        if (before := in_flight.popleft()) is not None:
+            await steps.end(*before)
+        plan = steps.plan()
+        in_flight.append(None if plan is None else (plan, steps.launch(plan)))
+        if before is not None:
+            ended, device_work = before
+            steps.finish(ended, await device_work.wait())
+            steps.emit()
+        elif not any(in_flight):
+            await steps.idle()
+        await asyncio.sleep(0)
+
+
 async def run_synchronous(steps: Steps) -> None:
     """Run for ever, one step at a time: the oracle for `run_ahead`."""
     while True:
         plan = steps.plan()
         if plan is not None:
             launched = steps.launch(plan)
-            if plan.needs_host:
-                await steps.constrain(plan, launched)
+            await steps.end(plan, launched)
             steps.finish(plan, await launched.wait())
             steps.emit()
         else:

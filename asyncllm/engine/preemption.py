@@ -16,27 +16,26 @@ from asyncllm.types import Sequence, SequenceStatus, SwapCost
 
 
 class Preemption:
-    """Works on the scheduler's pages, slots and queue; counts in `stats`."""
+    """Works on the scheduler's pages and queue; counts in `stats`."""
 
     def __init__(
         self,
         blocks: BlockManager,
-        running: RunningSet,
         waiting: WaitingQueue,
         stats: SchedulerStats,
         mode: PreemptionMode,
         swap_cost: SwapCost | None,
     ) -> None:
         """`swap_cost`: None swaps whatever can be swapped, in mode "auto"."""
-        self._blocks, self._running, self._waiting = blocks, running, waiting
+        self._blocks, self._waiting = blocks, waiting
         self._stats, self._mode, self._swap_cost = stats, mode, swap_cost
 
-    def preempt(self, seq: Sequence, draft: StepDraft) -> None:
-        """Take slot and pages from a running sequence and put it back into the queue."""
+    def preempt(self, seq: Sequence, running: RunningSet, draft: StepDraft) -> None:
+        """Take slot and pages from a member of `running` and put it back into the queue."""
         draft.preempted = True
         seq.request.metrics.num_preemptions += 1
         slot, states = seq.slot, self._blocks.states
-        self._running.remove(seq)
+        running.remove(seq)
         self._blocks.publish(seq)  # what is recomputed may find it
         if self._should_swap(seq):
             draft.swap_out += self._blocks.swap_out(seq)

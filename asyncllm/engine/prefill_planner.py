@@ -139,7 +139,7 @@ class PrefillPlanner:
     def _num_startable_tokens(self) -> int:
         """Prompt tokens that wait only for their turn, not for a slot or for pages."""
         blocks, waiting = self._blocks, self._waiting
-        num_startable = min(len(waiting), self._running.num_free_slots)
+        num_startable = min(len(waiting), self._running.num_admissible)
         num_tokens = waiting.num_prompt_tokens * num_startable // max(1, len(waiting))
         num_free_blocks = blocks.device.num_free // blocks.num_groups
         return min(num_tokens, num_free_blocks * blocks.block_size)
@@ -208,7 +208,7 @@ class PrefillPlanner:
 
     def _admit_waiting(self, draft: StepDraft, to_the_end: bool = False) -> None:
         """From the head of the queue. `to_the_end`: only prefills that end in this step."""
-        while self._waiting and draft.budget > 0 and self._running.num_free_slots:
+        while self._waiting and draft.budget > 0 and self._running.num_admissible:
             seq = self._waiting.head
             if seq.num_in_flight > 0:
                 return  # preempted a moment ago: its last token is known after the step in flight

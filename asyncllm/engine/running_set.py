@@ -20,9 +20,12 @@ from asyncllm.types import PADDING_SLOT, Sequence, SequenceStatus
 
 
 class RunningSet:
-    """At most `max_num_seqs` sequences, in slots numbered from 1. `key`: the order of service."""
+    """At most as many sequences as there are `slots`. `key`: the order of service. `fair_share`: no
+    more are admitted, of all that run and wait; None where there is no other set."""
 
-    def __init__(self, max_num_seqs: int, key: Callable[[Sequence], tuple[int, int]]) -> None:
+    def __init__(self, slots: range, key: Callable[[Sequence], tuple[int, int]]) -> None:
+        self.slots = slots
+        self.fair_share: int | None = None
         self.seqs: list[Sequence] = []
         self.forced: list[Sequence] = []  # members that got forced tokens since the last plan
         self._forked: set[Sequence] = set()  # members that may share the page they write to
@@ -30,14 +33,19 @@ class RunningSet:
         self._left: set[Sequence] = set()  # who decodes no more, and may be in the batch
         self._joining: set[Sequence] = set()  # who may decode, and is not in the batch
         self._key = key
-        self._free_slots: deque[int] = deque(range(1, max_num_seqs + 1))
-        self._max_num_seqs = max_num_seqs
+        self._free_slots = deque(slots)
         self._batch = NO_DECODES  # of the next step, but for who has left or joins
         self._num_steps_left = 0  # until a member of the batch has sampled its last token
 
     @property
     def num_free_slots(self) -> int:
         return len(self._free_slots)
+
+    @property
+    def num_admissible(self) -> int:
+        if self.fair_share is None:
+            return len(self._free_slots)
+        return min(len(self._free_slots), max(self.fair_share - len(self.seqs), 0))
 
     @property
     def is_idle(self) -> bool:
@@ -150,7 +158,7 @@ class RunningSet:
     def check_integrity(self) -> None:
         slots = [seq.slot for seq in self.seqs]
         assert len(set(slots)) == len(slots), f"a slot is held twice: {slots}"
-        assert sorted([*slots, *self._free_slots]) == list(range(1, self._max_num_seqs + 1))
+        assert sorted([*slots, *self._free_slots]) == list(self.slots)
         keys = [self._key(seq) for seq in self.seqs]
         assert keys == sorted(keys), "the running sequences are out of order"
         remembered = self._forked | self._rewritten | set(self.forced) | self._joining

@@ -14,6 +14,10 @@ Beside decodes the budget is a chunk (chunk_policy.py), so that no token waits l
 neighbour's prompt. A step's prompt blocks are found by the plans after it, before it is done, and a
 sequence that finished is freed at once although a step in flight may still write for it: steps run
 in the order of their launch.
+
+For a pipeline of several stages there are as many running sets, of disjoint rows and slots, over
+one queue and one page pool. They are planned in turns: while a step of one is in flight, those of
+the others are planned, launched and finished. What is preempted is the youngest of all.
 Invariant: `check_integrity()`; with no live request `check_empty()`.
 """
 
@@ -51,9 +55,11 @@ class Scheduler:
         preemption_mode: PreemptionMode = "auto",
         swap_cost: SwapCost | None = None,
         totals: SchedulerStats | None = None,
+        num_sets: int = 1,
     ) -> None:
         """`totals`: those of a scheduler that this one replaces, to count on from.
         `swap_cost`: None swaps whatever can be swapped, in mode "auto".
+        `num_sets`: of running sequences, at most; each has a slot at least.
         """
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(
@@ -62,17 +68,22 @@ class Scheduler:
             )
         self.blocks = blocks
         self.waiting = WaitingQueue(self._key)
-        self.running = RunningSet(max_num_seqs, self._key)
+        self._set_size = -(-max_num_seqs // num_sets)
+        starts = range(1, max_num_seqs + 1, self._set_size)
+        ends = [*starts[1:], max_num_seqs + 1]
+        self.sets = [RunningSet(range(*each), self._key) for each in zip(starts, ends, strict=True)]
+        self._turn = 0
+        self.running = self.sets[0]  # the set whose turn it is, or was
         self._requests: dict[str, Request] = {}
         self._by_priority = policy == "priority"
         self._stats = totals or SchedulerStats()
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._prefills = PrefillPlanner(
-            blocks, self.running, self.waiting, self._stats, chunk_policy, max_num_batched_tokens
-        )
-        self._preemption = Preemption(
-            blocks, self.running, self.waiting, self._stats, preemption_mode, swap_cost
-        )
+        limits = chunk_policy, max_num_batched_tokens
+        self._prefills = [
+            PrefillPlanner(blocks, running, self.waiting, self._stats, *limits)
+            for running in self.sets
+        ]
+        self._preemption = Preemption(blocks, self.waiting, self._stats, preemption_mode, swap_cost)
         self._next_step_id = 0
         self._unpublished: tuple[PrefillRow, ...] = ()  # of the last plan
 
@@ -81,6 +92,10 @@ class Scheduler:
     @property
     def num_requests(self) -> int:
         return len(self._requests)
+
+    def set_of(self, seq: Sequence) -> RunningSet:
+        """Whose member a running sequence is."""
+        return self.sets[(seq.slot - 1) // self._set_size]
 
     def add(self, request: Request) -> None:
         """Queue a request. With n > 1 its first sequence computes the prompt for all."""
@@ -106,7 +121,7 @@ class Scheduler:
         """End one sequence; its slot and pages are free at once."""
         assert seq.status is not SequenceStatus.FINISHED, f"sequence {seq.seq_id} ended twice"
         if seq.status is SequenceStatus.RUNNING:
-            self.running.remove(seq)
+            self.set_of(seq).remove(seq)
             self.blocks.publish(seq)
         else:
             self.waiting.remove(seq)
@@ -119,18 +134,28 @@ class Scheduler:
     # --- a step's plan ------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
-        """The next step, its sequences advanced as if it were done; None where there is nothing."""
+        """The next step, its sequences advanced as if it were done; None where there is nothing to
+        do for the set whose turn it is."""
         self.publish_planned()
+        if len(self.sets) > 1:
+            self._take_turns()
         draft = StepDraft(self._max_num_batched_tokens)
         if not self.running.is_idle:  # a first prompt waits for nothing that is not its own
             self._plan_decodes(draft)
-        self._prefills.plan(draft)
+        self._prefills[self._turn].plan(draft)
         if draft.empty:
             return None
         self._next_step_id += 1
         plan = draft.finish(self._next_step_id)
         self._unpublished = plan.prefills
         return plan
+
+    def _take_turns(self) -> None:
+        """The next set plans. It has no more than its share of all, so that the sets are equal."""
+        self._turn = (self._turn + 1) % len(self.sets)
+        self.running = self.sets[self._turn]
+        num_live = sum(len(each.seqs) for each in self.sets) + len(self.waiting)
+        self.running.fair_share = -(-num_live // len(self.sets))
 
     def publish_planned(self) -> None:
         """Have the next plans find what the last one computes of prompts."""
@@ -175,8 +200,8 @@ class Scheduler:
         left_behind = blocks.trim(seq)
         missing = blocks.missing_blocks(seq, end)
         while blocks.device.num_free < len(missing):
-            victim = self.running.seqs[-1]
-            self._preemption.preempt(victim, draft)
+            victim = max((each.seqs[-1] for each in self.sets if each.seqs), key=self._key)
+            self._preemption.preempt(victim, self.set_of(victim), draft)
             if victim is seq:
                 return
             missing = blocks.missing_blocks(seq, end)  # the victim may have left a shared page
@@ -228,7 +253,7 @@ class Scheduler:
             updates.append((seq, token_id, None))
             if seq.status is SequenceStatus.FINISHED:
                 return updates
-        self.running.jump_forward(seq)
+        self.set_of(seq).jump_forward(seq)
         return updates
 
     def _check_stop(self, seq: Sequence, token_id: int) -> None:
@@ -251,7 +276,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """The running totals, with the gauges brought up to date."""
         stats, blocks = self._stats, self.blocks
-        stats.num_running = len(self.running.seqs)
+        stats.num_running = sum(len(each.seqs) for each in self.sets)
         swapped = self.blocks.host.num_used > 0  # spares a walk over a long queue per step
         waiting = self.waiting if swapped else ()
         stats.num_swapped = sum(seq.status is SequenceStatus.SWAPPED for seq in waiting)
@@ -264,11 +289,13 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert what must hold between any two calls."""
         self.blocks.check_integrity()
-        self.running.check_integrity()
+        for each in self.sets:
+            each.check_integrity()
         self.waiting.check_integrity()
         live = {id(s) for r in self._requests.values() for s in r.sequences
                 if s.status is not SequenceStatus.FINISHED}  # fmt: skip
-        listed = [id(s) for s in (*self.running.seqs, *self.waiting, *self.waiting.held_back())]
+        running = [seq for each in self.sets for seq in each.seqs]
+        listed = [id(s) for s in (*running, *self.waiting, *self.waiting.held_back())]
         assert len(listed) == len(live) and set(listed) == live, (
             "a live sequence is lost or doubled"
         )

@@ -134,8 +134,9 @@ def first_of_stage(mesh: Mesh, device: torch.device, ours: bytes) -> bytes:
 
 
 def share_tokens(sample: SampleSlots, mesh: Mesh) -> SampleSlots:
-    """Rank 0 samples, and all ranks' slots move on to its tokens; one rank's is as it was."""
-    if mesh.config.size == 1:
+    """Rank 0 samples, and the slots of all ranks of its stage move on to its tokens; one rank's is
+    as it was."""
+    if mesh.config.tp == 1:
         return sample
 
     def sample_and_tell(

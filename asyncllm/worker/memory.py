@@ -31,6 +31,7 @@ from asyncllm.kernels.recurrent.records import (
 from asyncllm.models.base import CausalLM, TokenInputs
 from asyncllm.models.kv_scales import measured_scales, stored_scales
 from asyncllm.models.parallel.mesh import Mesh
+from asyncllm.models.parallel.stages import Stages
 from asyncllm.step_plan import StateMoves
 from asyncllm.types import SwapCost
 
@@ -236,7 +237,9 @@ def allocate_states(
         ) from error
 
 
-def kv_scales(model: CausalLM, config: EngineConfig, device: torch.device) -> KVScales | None:
+def kv_scales(
+    model: CausalLM, config: EngineConfig, device: torch.device, stages: Stages | None
+) -> KVScales | None:
     """The scales of an FP8 cache; None of another. Raises `ModelLoadError`."""
     if config.kv_cache_dtype == config.dtype:
         return None
@@ -245,7 +248,7 @@ def kv_scales(model: CausalLM, config: EngineConfig, device: torch.device) -> KV
             raise ValueError("calculate_kv_scales is for keys and values, not for latents")
         model_len = config.max_model_len or config.model.context_window
         dtype: torch.dtype = getattr(torch, config.kv_cache_dtype)
-        return measured_scales(model, config.model, dtype, model_len, device)
+        return measured_scales(model, config.model, dtype, model_len, device, stages)
     return stored_scales(config.model, config.mesh.layers(config.model.num_layers))
 
 

@@ -56,7 +56,7 @@ class MixedStep:
         self.graphs: MixedGraphs | None = None
         self.sample_graphs: SizedGraphs[Recorded] = SizedGraphs()  # by rows
         self._hidden: torch.Tensor | None = None  # that captured steps leave hidden states in
-        self._token_slots = self.inputs.slots  # of the last step's tokens
+        self.token_slots = self.inputs.slots  # of the last step's tokens
 
     def make_graphs(self, hidden: torch.Tensor, most_decodes: int, pool: GraphPool) -> MixedGraphs:
         """Graphs of forward passes: full ones where attention can be captured, else piecewise. None
@@ -110,10 +110,10 @@ class MixedStep:
         if graphs is not None and shape is not None:
             assert self._hidden is not None
             graphs.replay(shape, step.decode_positions, step.prefills)
-            self._token_slots = self.inputs.slots
+            self.token_slots = self.inputs.slots
             return self._hidden
         tokens = self._eager_tokens(step)
-        self._token_slots = tokens.slots
+        self.token_slots = tokens.slots
         attend_rows = self._bind_attention(tokens, step.decode_positions, step.prefills)
         recur: Recur = no_recurrence
         if self.states is not None:
@@ -155,10 +155,12 @@ class MixedStep:
 
         self.sample_graphs.add(size, pool.record(sample))
 
-    def logits_of_tokens(self, hidden: torch.Tensor, first: int, num: int) -> torch.Tensor:
-        """[num, V] of the last step's tokens from `first` on."""
+    def logits_of_tokens(
+        self, hidden: torch.Tensor, slots: torch.Tensor, first: int, num: int
+    ) -> torch.Tensor:
+        """[num, V] of a step's tokens from `first` on. slots: its `token_slots`."""
         tokens = slice(first, first + num)
-        return self._logits(hidden[tokens], self._token_slots[tokens])
+        return self._logits(hidden[tokens], slots[tokens])
 
     def _logits(self, hidden: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Logits of rows that these slots own. May be captured, so that no row is asked whether it

@@ -17,10 +17,13 @@ from asyncllm.kernels.declaration import Launch
 from asyncllm.mesh_config import MeshConfig
 from asyncllm.models.base import CausalLM
 from asyncllm.models.checkpoint import Checkpoint
+from asyncllm.models.decoder import DenseDecoder
+from asyncllm.models.kv_scales import MEASURED_TOKENS
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.loader import load_weights
 from asyncllm.models.parallel.mesh import Mesh
+from asyncllm.models.parallel.stages import Stages
 from asyncllm.models.registry import build_model, keeps_latents, settle
 from asyncllm.worker.kernel_prewarm import KernelPrewarm, start_of
 from asyncllm.worker.kernels import select_add_lora
@@ -29,8 +32,9 @@ from asyncllm.worker.memory import forward_without_attention
 
 def make_model(
     config: EngineConfig, ops: Ops, mesh: Mesh, device: torch.device
-) -> tuple[CausalLM, LoRALayers | None]:
-    """The model, its weights still to be loaded, and its adapters' layers, where it serves any.
+) -> tuple[CausalLM, LoRALayers | None, Stages | None]:
+    """The model, its weights still to be loaded; its adapters' layers, where it serves any; and the
+    way to its other stages, where it has any.
 
     Raises `ModelLoadError`, for files that are not there too, before it takes memory.
     """
@@ -55,7 +59,13 @@ def make_model(
         own = config.mesh.layers(config.model.num_layers)
         others = {*range(config.model.num_layers)} - {*own}
         lora.elsewhere = tuple(f"model.layers.{index}." for index in others)
-    return model, lora
+    stages = None
+    if config.mesh.pp > 1:
+        assert isinstance(model, DenseDecoder)  # as `settle` has seen to
+        sizes = *config.prefill_graph_sizes, *config.cuda_graph_sizes
+        most = max(config.max_num_batched_tokens, config.num_slots, MEASURED_TOKENS, *sizes)
+        stages = Stages(model, mesh, most)
+    return model, lora, stages
 
 
 def load_model(

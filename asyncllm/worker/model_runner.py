@@ -3,11 +3,13 @@
 `launch` packs the plan on the host and gives the executor `_forward` (page moves, state changes,
 forward pass) and `StepSampling.run` (sampling, the copies back); they only enqueue. A step of
 decodes only is `decode_step`, eager or from a graph: the same function. Where rows need the host,
-`launch` gives only `_forward`, and `HostStep.sample` the rest.
+`launch` gives only `_forward`, and `HostStep.sample` the rest; so of every step of a pipeline,
+whose forward pass has two parts itself (staged_runner.py).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -36,6 +38,7 @@ from asyncllm.worker.mixed_step import MixedStep, eager_shape
 from asyncllm.worker.packed_step import (
     NO_DEVICE_EXTRAS,
     NO_EXTRAS,
+    NO_ROWS,
     DeviceExtras,
     PackedStep,
     padding_prompt,
@@ -51,9 +54,12 @@ from asyncllm.worker.work_counts import WorkCounts
 
 # token ids int32 [rows], rows, prompt lens where the model uses them -> logits [rows, V]
 DecodeForward = Callable[[torch.Tensor, DecodeRows, torch.Tensor | None], torch.Tensor]
+Rest = Callable[[], Forwarded | None]  # of a forward pass; None: nothing is sampled from it here
 
 
 class ModelRunner:
+    in_parts = False  # `launch` gives every step as a `HostStep`
+
     def __init__(
         self,
         config: EngineConfig,
@@ -86,10 +92,11 @@ class ModelRunner:
         self._masks = masks
         self._packer = StepPacker(config.num_slots, config.block_size)
         device = state.positions.device
-        self._staging = staging = Staging(device)
+        self._staging = staging = Staging(device, num_ahead=mesh.config.pp)
         self.graphs: DecodeGraphs | None = None
         self.adapter_graphs: DecodeGraphs | None = None  # of steps with adapters
         self.masked_graphs: SizedGraphs[Recorded] = SizedGraphs()  # `resample`, of the same sizes
+        self._begun: deque[HostStep] = deque()  # and not sampled yet
         self.work = WorkCounts()
         most_tokens = max(config.prefill_graph_sizes, default=0)
         self.inputs = StaticInputs(most_tokens, config.num_slots, state, kernels.write_slots)
@@ -110,7 +117,7 @@ class ModelRunner:
         self._sampling = StepSampling(state, fully, processors, masks, staging, results, mesh)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Give the step to the device, a `HostStep` where the plan `needs_host`.
+        """Give the step to the device, a `HostStep` where the plan `needs_host` or all have parts.
 
         The plan's effects are as if it were done already.
         """
@@ -121,29 +128,41 @@ class ModelRunner:
             shape = graph or eager_shape(step)
         if self._group is not None:
             self._group.send_step(step)
-        if not step.needs_host:
+        if not (step.needs_host or self.in_parts):
             return self._executor.submit(
                 lambda: self._sampling.run(step, plan, self._forward(step, graph)), shape
             )
-        end = self._executor.begin(lambda: self._forward(step, graph), shape)
+        end = self._executor.begin(lambda: self._begin(step, graph), shape)
 
         def sample(masked_rows: np.ndarray) -> LaunchedStep:
-            edits = self._packer.pack_edits(step)  # now: the tokens will move on
+            # Now: the tokens will move on.
+            edits = self._packer.pack_edits(step) if step.needs_host else None
             if self._group is not None:
                 self._group.send(Kind.SAMPLE, masked_rows.size > 0)
-            return end(
-                lambda forwarded: self._sampling.run(step, plan, forwarded, edits, masked_rows)
-            )
+            self._begun.popleft()
+            return end(lambda rest: self._sampling.run(step, plan, rest(), edits, masked_rows))
 
-        return HostStep(sample)
+        self._begun.append(HostStep(sample))
+        return self._begun[-1]
 
-    def follow(self, step: PackedStep, is_masked: Callable[[], bool]) -> None:
-        """Do rank 0's step on another rank. is_masked: of one that `needs_host`, once rank 0 has
-        launched its sampling: whether masks were there."""
+    def end_begun(self) -> None:
+        """Launch the rest of steps that nobody samples any more: other ranks have begun them."""
+        while self._begun:
+            self._begun[0].sample(NO_ROWS)
+
+    def follow(self, step: PackedStep) -> Callable[[bool], object] | None:
+        """Do rank 0's step on another rank. Returns what does the rest of a `HostStep`, once rank 0
+        has launched it; it is told whether masks were there."""
         graph = self.mixed.graph_shape(step) if step.has_prompts else None
-        end = self._executor.begin(lambda: self._forward(step, graph))
-        masked = is_masked() if step.needs_host else False
-        end(lambda forwarded: self._sampling.follow(step, forwarded, masked))
+        end = self._executor.begin(lambda: self._begin(step, graph))
+
+        def sample(is_masked: bool) -> None:
+            end(lambda rest: self._sampling.follow(step, rest(), is_masked))
+
+        if step.needs_host or self.in_parts:
+            return sample
+        sample(False)
+        return None
 
     def clear_pages(self, pages: list[int]) -> None:
         """Zero these pages after all that was launched before."""
@@ -156,16 +175,23 @@ class ModelRunner:
 
     # --- on the stream -----------------------------------------------------------------------
 
+    def _begin(self, step: PackedStep, graph: StepShape | None) -> Rest:
+        forwarded = self._forward(step, graph)
+        return lambda: forwarded
+
     def _forward(self, step: PackedStep, graph: StepShape | None) -> Forwarded | None:
         """None for swaps alone."""
-        self._cache.swap_out(step.swap_out)
-        self._cache.copy_pages(step.page_copies)
-        self._cache.swap_in(step.swap_in)
+        self._move_pages(step)
         if self._states is not None:
             self._states.cache.before_step(step.states)
         if step.has_prompts:
             return self._mixed_step(step, graph)
         return self._decode_only(step) if len(step.decode_slots) else None
+
+    def _move_pages(self, step: PackedStep) -> None:
+        self._cache.swap_out(step.swap_out)
+        self._cache.copy_pages(step.page_copies)
+        self._cache.swap_in(step.swap_in)
 
     def _decode_only(self, step: PackedStep) -> Forwarded:
         extras = self._upload(step)
@@ -198,14 +224,25 @@ class ModelRunner:
         context, for backends that want it on the host; None under capture. `forward`: by other
         kernels than the layers'. `adapters`: some row may have one.
         """
+        last_tokens, next_positions, rows, prompt_lens = self._gather(slots, max_len, adapters)
+        if forward is not None:
+            logits = forward(last_tokens, rows, prompt_lens)
+        else:
+            hidden = self._layers(slots, last_tokens, rows, prompt_lens)
+            logits = self._model.compute_logits(hidden)
+        return self._kernels.sample_slots(self._state, logits, slots, next_positions, None), logits
+
+    def _gather(
+        self, slots: torch.Tensor, max_len: int | None, adapters: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, DecodeRows, torch.Tensor | None]:
+        """A decode step's tokens, their next positions, rows, and prompt lens where the model uses
+        them. The adapters of the slots are selected."""
         state = self._state
         if self.lora is not None:
             self.lora.select(state.adapters[slots] if adapters else None)
         last_tokens, next_positions, rows = self._kernels.gather_slots(state, slots)
         prompt_lens = state.prompt_lens[slots] if self._model.uses_prompt_lens else None
-        rows = replace(rows, max_len=max_len)
-        logits = (forward or partial(self._layers, slots))(last_tokens, rows, prompt_lens)
-        return self._kernels.sample_slots(state, logits, slots, next_positions, None), logits
+        return last_tokens, next_positions, replace(rows, max_len=max_len), prompt_lens
 
     def resample(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """A token for each row of a decode step, again: by the masks that were uploaded for them.
@@ -220,10 +257,10 @@ class ModelRunner:
         rows: DecodeRows,
         prompt_lens: torch.Tensor | None,
     ) -> torch.Tensor:
+        """The model's `forward`."""
         inputs = TokenInputs(token_ids, rows.positions, prompt_lens)
         recur = no_recurrence if self._states is None else self._states.decode(slots)
-        hidden = self._model.forward(inputs, StepMixer(self._attention.decode(rows), recur))
-        return self._model.compute_logits(hidden)
+        return self._model.forward(inputs, StepMixer(self._attention.decode(rows), recur))
 
     def _mixed_step(self, step: PackedStep, graph: StepShape | None) -> Forwarded:
         """Prefill chunks, and the decodes beside them, in one forward pass."""
@@ -236,7 +273,17 @@ class ModelRunner:
             extras = self._upload(step)  # which only sampling reads
         if self._states is not None:
             self._states.cache.after_step(step.states)
-        logits_of = partial(self.mixed.logits_of_tokens, hidden)
+        return self._logits(step, hidden, self.mixed.token_slots, extras)
+
+    def _logits(
+        self,
+        step: PackedStep,
+        hidden: torch.Tensor,
+        token_slots: torch.Tensor,
+        extras: DeviceExtras,
+    ) -> Forwarded:
+        """A mixed step's, from its hidden states and the slots of its tokens."""
+        logits_of = partial(self.mixed.logits_of_tokens, hidden, token_slots)
         of_prompts = prompt_logprobs(step.prompt_logprobs, extras, logits_of)
         sampled, logits = self.mixed.logits(hidden, len(step.sampled_slots))
         slots, positions = self.inputs.sample_slots, self.inputs.sample_positions

@@ -23,9 +23,12 @@ NUM_BUFFERS = 3  # one being read, one launched ahead, one being written
 class Staging:
     """Rotating pairs of a host buffer, pinned for CUDA, and one on the device."""
 
-    def __init__(self, device: torch.device, capacity_bytes: int = USUAL_BYTES) -> None:
+    def __init__(
+        self, device: torch.device, capacity_bytes: int = USUAL_BYTES, num_ahead: int = 1
+    ) -> None:
+        """num_ahead: steps that are launched before one is done."""
         self._device = device
-        pairs = [self._pair(capacity_bytes // WORD_BYTES) for _ in range(NUM_BUFFERS)]
+        pairs = [self._pair(capacity_bytes // WORD_BYTES) for _ in range(NUM_BUFFERS * num_ahead)]
         self._buffers = RotatingBuffers(pairs, device)
 
     def upload(self, record: tuple[Any, ...]) -> Any:

@@ -27,6 +27,7 @@ from asyncllm.models.loader import DELAY_S, ProgressBar
 from asyncllm.models.persistent_decode import PersistentDecode
 from asyncllm.worker.memory import forward_without_attention
 from asyncllm.worker.model_runner import ModelRunner
+from asyncllm.worker.staged_runner import StagedRunner
 
 logger = logging.getLogger("asyncllm")
 
@@ -104,10 +105,12 @@ class StepCaptures:
         """persistent: as `DecodeGraphs` has it."""
         sizes, runner = self._config.cuda_graph_sizes, self._runner
         slots = runner.inputs.decode_slots
-        with_adapters = decode = DecodeGraphs(runner.decode_step, slots, self._pool, persistent)
+        step: Callable[..., tuple[torch.Tensor, ...]] = runner.decode_step
+        if isinstance(runner, StagedRunner):
+            step = runner.stage_step
+        with_adapters = decode = DecodeGraphs(step, slots, self._pool, persistent)
         if runner.lora is not None:
-            step = partial(runner.decode_step, adapters=True)
-            with_adapters = DecodeGraphs(step, slots, self._pool)
+            with_adapters = DecodeGraphs(partial(step, adapters=True), slots, self._pool)
         # What resampling computes must not lie where the logits are that it reads, which are a
         # step's outputs: it has a pool of its own.
         pool = GraphPool()
@@ -117,8 +120,15 @@ class StepCaptures:
             if with_adapters is not decode:
                 with_adapters.capture(size)
             decode.capture(size)
-            logits, rows = decode.logits(size), slots[:size]
-            masked.add(size, pool.record(lambda: (runner.resample(logits, rows),)))
+            if not isinstance(runner, StagedRunner):
+                logits: torch.Tensor | None = decode.logits(size)
+            else:
+                if with_adapters is not decode:
+                    runner.capture_last(size, self._pool, adapters=True)
+                logits = runner.capture_last(size, self._pool, adapters=False)
+            if logits is not None:
+                resample = partial(runner.resample, logits, slots[:size])
+                masked.add(size, pool.record(lambda: (resample(),)))
 
         self._capture(capture, sizes, "decode")
         runner.inputs.capture_changes(self._pool)
@@ -139,6 +149,8 @@ class StepCaptures:
         runner = self._runner
         runner.graphs = runner.adapter_graphs = runner.mixed.graphs = None
         runner.masked_graphs, runner.mixed.sample_graphs = SizedGraphs(), SizedGraphs()
+        if isinstance(runner, StagedRunner):
+            runner.last_graphs.clear()
 
     def _capture(self, capture: Callable[[int], None], sizes: tuple[int, ...], name: str) -> None:
         """Some sizes now, largest first, the others when the engine is idle. Where ranks share the

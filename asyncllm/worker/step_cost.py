@@ -83,6 +83,8 @@ def _timed(step: Callable[[], object], num_steps: int, stream: torch.cuda.Stream
 
 def _bare_step(runner: ModelRunner, device: torch.device) -> Callable[[], object]:
     """The smallest decode step: a graph's replay where there is one."""
+    if runner.in_parts:
+        return partial(runner.run_padding, 1)
     graphs = runner.graphs
     size = None if graphs is None else graphs.fitting(1)
     if graphs is None or size is None:

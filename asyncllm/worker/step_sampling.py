@@ -95,7 +95,7 @@ class StepSampling:
         elif tokens is None or step.features or is_masked:
             forwarded = forwarded.first(len(step.sampled_slots))
             tokens = self._sample(step, plan, forwarded, edits, masked_rows, failures)
-            if self.mesh.config.size > 1 and tokens is not forwarded.tokens:
+            if self.mesh.config.tp > 1 and tokens is not forwarded.tokens:
                 self.mesh.broadcast(tokens)
         return self._fetch(step, plan, forwarded, tokens, failures)
 

@@ -52,6 +52,7 @@ from asyncllm.worker.model_loading import check_stages, load_model, make_model
 from asyncllm.worker.model_runner import ModelRunner
 from asyncllm.worker.ranks.group import WorkerGroup
 from asyncllm.worker.ranks.messages import CaptureGraph, ClearPages, Kind, WorkerCommand
+from asyncllm.worker.staged_runner import StagedRunner
 from asyncllm.worker.step_captures import StepCaptures, capture_obstacle
 from asyncllm.worker.step_cost import measure_step_cost
 from asyncllm.worker.token_masks import TokenMaskBuffer
@@ -112,7 +113,7 @@ class Worker:
         with self._phase("ranks"):
             self._mesh = connect()
         with self._phase("load"):
-            model, lora = make_model(config, ops, self._mesh, self.device)
+            model, lora, stages = make_model(config, ops, self._mesh, self.device)
             loading = load_model(model, config, early, self.device, progress)
         with self._phase("profile"):
             early.wait_for_hash()
@@ -120,7 +121,7 @@ class Worker:
             self.memory = plan_memory(model, config, *sizes, self._mesh)
         with self._phase("kv_cache"):
             num_pages = self.memory.num_pages
-            scales = kv_scales(model, config, self.device)
+            scales = kv_scales(model, config, self.device, stages)
             cache = allocate_cache(layout, num_pages, host_pages, scales, self.device)
             num_slots, vocab_size = config.num_slots, config.model.vocab_size
             states = allocate_states(state_layout, num_slots, self.memory, self.device)
@@ -133,7 +134,8 @@ class Worker:
             self.adapters = AdapterStore(lora, config.max_cpu_loras, self._executor, group)
         self.processors = LogitsProcessors(config.logits_processors, config, self.device)
         attention = build_backend(self.backend_name, cache, model.attention_layers, self._dtype)
-        self.runner = ModelRunner(
+        make_runner = ModelRunner if stages is None else partial(StagedRunner, stages)
+        self.runner: ModelRunner = make_runner(
             config,
             model,
             cache,
@@ -212,7 +214,9 @@ class Worker:
         return self.runner.launch(plan)
 
     def drain(self) -> None:
-        """Block until all launched steps are done; raises what a lost device raises."""
+        """Block until all launched steps are done, those too that were only begun; raises what a
+        lost device raises."""
+        self.runner.end_begun()
         self._executor.drain()
         if self.group is not None:
             self.group.check()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import deque
 from datetime import timedelta
 from typing import Any
 
@@ -45,6 +46,9 @@ class CollectiveMesh:
     captured. `num_calls` counts calls: on a CPU, finished ones, by which whoever supervises the
     ranks sees that they get on; `num_common_calls` those that the ranks of all stages make. A rank
     that is gone ends the others' calls with a `RuntimeError`.
+
+    NCCL does the calls between two ranks in the order of each, and both wait: of two stages, which
+    send to each other, each has a group of its own to send by.
     """
 
     def __init__(self, config: MeshConfig, store: Any, host: str, device: torch.device) -> None:
@@ -56,6 +60,11 @@ class CollectiveMesh:
         if config.pp > 1:
             of_stage = _c10d.PrefixStore(f"stage {config.stage}", store)
             self._stage = make(of_stage, config.place, config.tp, host)
+        self._even = self._odd = self._all  # by which stages of even and odd numbers send
+        if config.pp > 1 and device.type == "cuda":
+            odd = _c10d.PrefixStore("odd stages", store)
+            self._odd = make(odd, config.rank, config.size, host)
+        self._sending: deque[tuple[Any, torch.Tensor]] = deque()
         self.least(0)  # NCCL connects at the first call, which must not be a captured one
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -69,15 +78,36 @@ class CollectiveMesh:
         return every.view(-1, rows, columns).transpose(0, 1).reshape(rows, -1)
 
     def send(self, x: torch.Tensor) -> None:
-        self._finish(self._all.send([x], self._neighbour(1), 0))
+        kept = x.clone()
+        group = self._odd if self.config.stage % 2 else self._even
+        self._sending.append((group.send([kept], self._neighbour(1), 0), kept))
+        self._forget_sent()
+
+    def _forget_sent(self) -> None:
+        """Let go of sends that have ended. NCCL says so; Gloo's are waited for, the oldest where
+        there are more than steps in flight: its receiver is then behind by as many."""
+        is_gloo = self._device.type == "cpu"
+        while self._sending:
+            call, _ = self._sending[0]
+            if is_gloo and len(self._sending) <= self.config.pp:
+                return
+            if not is_gloo and not call.is_completed():
+                return
+            if is_gloo:
+                call.wait()
+            self._sending.popleft()
+            self.num_calls += 1
 
     def receive(self, x: torch.Tensor) -> torch.Tensor:
-        self._finish(self._all.recv([x], self._neighbour(-1), 0))
+        before = (self.config.stage - 1) % self.config.pp
+        group = self._odd if before % 2 else self._even
+        self._finish(group.recv([x], self._neighbour(-1), 0))
         return x
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        self._finish(self._all.broadcast(x, 0))
-        self.num_common_calls += 1
+        self._finish(self._stage.broadcast(x, 0))
+        if self.config.pp == 1:
+            self.num_common_calls += 1
         return x
 
     def least(self, number: int) -> int:
@@ -96,14 +126,17 @@ class CollectiveMesh:
     def limit(self, seconds: float) -> None:
         """From now on a call ends with an error when it has waited so long for others: Gloo's do
         not end by `close` while a rank that nobody can kill stands still."""
-        for group in {self._all, self._stage}:
+        for group in self._groups:
             group._set_default_timeout(timedelta(seconds=seconds))
 
     def close(self) -> None:
         """Ends calls that wait, with an error. From any thread."""
-        self._all.abort()
-        if self._stage is not self._all:
-            self._stage.abort()
+        for group in self._groups:
+            group.abort()
+
+    @property
+    def _groups(self) -> set[Any]:
+        return {self._all, self._stage, self._odd}
 
 
 def _gloo(store: Any, rank: int, num_ranks: int, host: str) -> Any:

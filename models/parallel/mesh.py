@@ -29,7 +29,8 @@ class Mesh(Protocol):
         ...
 
     def send(self, x: torch.Tensor) -> None:
-        """To the rank of this place in the next stage; from the last stage to the first."""
+        """To the rank of this place in the next stage; from the last stage to the first. Waits for
+        no receiver; x may be overwritten afterwards."""
         ...
 
     def receive(self, x: torch.Tensor) -> torch.Tensor:
@@ -37,7 +38,7 @@ class Mesh(Protocol):
         ...
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank 0's tensor, in place, on the ranks of all stages."""
+        """Rank 0's tensor, in place, on the ranks of the first stage, which alone call it."""
         ...
 
     def least(self, number: int) -> int:

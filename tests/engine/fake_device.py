@@ -8,7 +8,8 @@ back too early, copied too late or never swapped back changes the tokens that co
 as garbage and nobody cleans them. Where layers are recurrent, a slot has a state, too: a digest of
 all tokens so far, on which cells depend, and which is not in the pages.
 
-Steps run in the order of their launch, like a stream: at once, or only when somebody waits.
+Steps run in the order of their launch, like a stream: at once, or only when somebody waits. Of a
+pipeline each step has two parts, `begin` and `end`, and others come between them.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -100,6 +102,7 @@ class FakeLaunched:
     def __init__(self, device: FakeDevice, plan: StepPlan, turns: int) -> None:
         self.plan = plan
         self.result: StepResult | None = None
+        self.contexts: list[tuple[int, Seen]] = []  # once it has begun
         self._device = device
         self._turns = turns
         # What a runner packs at launch, because the host moves on: slots and masks.
@@ -109,10 +112,14 @@ class FakeLaunched:
             self.banned = [self._banned(seq, None) for seq in plan.sampled]
 
     def sample(self, masked_rows: np.ndarray) -> None:
-        """The second launch of a step with host rows: what they must know is known."""
-        assert self.banned is None and self.plan.needs_host
-        bits = dict(zip(masked_rows.tolist(), self._device.masks, strict=False))
-        self.banned = [self._banned(seq, bits.get(i)) for i, seq in enumerate(self.plan.sampled)]
+        """The second launch: what rows of the host's must know is known."""
+        if self.plan.needs_host:
+            assert self.banned is None
+            bits = dict(zip(masked_rows.tolist(), self._device.masks, strict=False))
+            rows = enumerate(self.plan.sampled)
+            self.banned = [self._banned(seq, bits.get(i)) for i, seq in rows]
+        if self._device.in_parts:
+            self._device.queue_end(self)
         if not self._device.lazy:
             self._device.run_until(self)
 
@@ -150,9 +157,11 @@ class FakeDevice:
         max_turns: int = 3,
         windows: tuple[int | None, ...] = (None,),
         states: tuple[int, int] | None = None,
+        in_parts: bool = False,
     ) -> None:
         """windows: by group. states: numbers of snapshots and of host rows; None: no layer is
-        recurrent."""
+        recurrent. in_parts: every step is to be sampled by a launch of its own."""
+        self.in_parts = in_parts
         self.block_size = block_size
         self._windows = windows
         self._rng = rng
@@ -167,25 +176,34 @@ class FakeDevice:
         num_states = max_num_seqs + num_snapshots
         self._states = [ZERO_STATE, *(rng.getrandbits(60) for _ in range(num_states))]
         self._host_states = [rng.getrandbits(60) for _ in range(num_host_states)]
-        self._queue: deque[FakeLaunched] = deque()
+        self._queue: deque[Callable[[], None]] = deque()
 
     def launch(self, plan: StepPlan) -> FakeLaunched:
         check_plan(plan)
         launched = FakeLaunched(self, plan, self._rng.randint(0, self._max_turns))
-        self._queue.append(launched)
-        if not self.lazy and not plan.needs_host:
+        self._queue.append(partial(self._begin if self.in_parts else self._execute, launched))
+        if not self.lazy and not plan.needs_host and not self.in_parts:
             self.run_until(launched)
         return launched
+
+    def queue_end(self, launched: FakeLaunched) -> None:
+        self._queue.append(partial(self._end, launched))
 
     def run_until(self, launched: FakeLaunched) -> None:
         """Execute the queue up to and including `launched`."""
         while launched.result is None:
-            step = self._queue.popleft()
-            step.result = self._execute(step)
+            self._queue.popleft()()
 
     # --- one step, in the order of the plan's fields -------------------------------------------
 
-    def _execute(self, step: FakeLaunched) -> StepResult:
+    def _execute(self, step: FakeLaunched) -> None:
+        self._begin(step)
+        self._end(step)
+
+    def _end(self, step: FakeLaunched) -> None:
+        step.result = StepResult(self._sample(step, step.contexts))
+
+    def _begin(self, step: FakeLaunched) -> None:
         plan = step.plan
         for page, host_page in plan.swap_out:
             self._host_pages[host_page] = list(self._pages[page])
@@ -215,10 +233,9 @@ class FakeDevice:
             self._states[slot_id] = self._states[row]
         for host_row, slot_id in moves.swap_in:
             self._states[slot_id] = self._host_states[host_row]
-        contexts = self._forward(plan)
+        step.contexts = self._forward(plan)
         for parent, child in moves.fork:
             self._states[child] = self._states[parent]
-        return StepResult(self._sample(step, contexts))
 
     def _forward(self, plan: StepPlan) -> list[tuple[int, Seen]]:
         """Each sample's next position and what it sees, read back from the pages after all

@@ -23,7 +23,7 @@ from asyncllm.engine import scheduler as scheduler_module
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.constraints import constrain
-from asyncllm.engine.pipeline import Launched, run_ahead, run_synchronous
+from asyncllm.engine.pipeline import Launched, run_ahead, run_staged, run_synchronous
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.state_pool import StatePool
 from asyncllm.step_plan import StepPlan
@@ -59,6 +59,7 @@ class World:
     seed: int
     ahead: bool
     seen: Counter[str]
+    num_sets: int = 1  # of rows, of a pipeline of stages; each has a step in flight
     num_steps: int = 0
     requests: list[Request] = field(default_factory=list)
     stop_strings: set[str] = field(default_factory=set)  # request ids that have one
@@ -81,7 +82,7 @@ class World:
         scheduler_module.SAVED_BLOCKS = rng.choice([1, 2])
         num_host_pages = rng.choice([0, 2, 5, 12, 40]) * len(self.windows)
         num_states = rng.randint(0, 6), rng.randint(0, 3)
-        self.states = num_states if rng.random() < 0.4 else None
+        self.states = num_states if rng.random() < 0.4 and self.num_sets == 1 else None
         self.groups = [CacheGroup(self.block_size, w, self.budget) for w in self.windows]
         self.blocks = BlockManager(
             self.num_pages,
@@ -100,6 +101,7 @@ class World:
             policy=rng.choice(["fcfs", "priority"]),
             preemption_mode=rng.choice(["auto", "swap", "recompute"]),
             swap_cost=rng.choice([None, SwapCost(1.0, rng.choice([0.1, 0.5, 2.0]), 0.5)]),
+            num_sets=self.num_sets,
         )
         self.device = FakeDevice(
             num_pages=self.num_pages,
@@ -110,6 +112,7 @@ class World:
             lazy=rng.random() < 0.7,
             windows=self.windows,
             states=self.states,
+            in_parts=self.num_sets > 1,
         )
         self._pending_emit: list[TokenUpdate] = []
         self.num_to_come = rng.randint(4, 16)
@@ -122,9 +125,10 @@ class World:
     def plan(self) -> StepPlan | None:
         swapped = [s for s in self.scheduler.waiting if s.status is SequenceStatus.SWAPPED]
         on_host = {seq.seq_id: self.blocks.num_pages_to_swap(seq) for seq in swapped}
-        running = list(self.scheduler.running.seqs)
+        sets = self.scheduler.sets
+        running = [seq for each in sets for seq in each.seqs]
         prefilling = [seq for seq in running if seq.num_computed < seq.num_prefill]
-        self.forced = {id(seq) for seq in self.scheduler.running.forced}
+        self.forced = {id(seq) for each in sets for seq in each.forced}
         plan = self.scheduler.plan()
         self._check_sequences()
         self.seen["preemption of a jump"] += sum(
@@ -161,6 +165,13 @@ class World:
     def launch(self, plan: StepPlan) -> FakeLaunched:
         return self.device.launch(plan)
 
+    async def end(self, plan: StepPlan, launched: Launched) -> None:
+        assert isinstance(launched, FakeLaunched)
+        if plan.needs_host:
+            await self.constrain(plan, launched)
+        elif self.num_sets > 1:
+            launched.sample(np.zeros(0, np.int32))
+
     async def constrain(self, plan: StepPlan, launched: Launched) -> None:
         for _ in range(self.rng.randint(0, 2)):  # clients come and go meanwhile
             await asyncio.sleep(0)
@@ -191,7 +202,9 @@ class World:
         work = sum(self._work(request) for request in self.requests)
         for request in scheduled_requests(self.scheduler).values():
             age = self.num_steps - self.steps_at_add[request.request_id]
-            assert age <= 4 * work, f"{request.request_id} has waited for {age} steps"
+            assert age <= 4 * work * self.num_sets, (
+                f"{request.request_id} has waited for {age} steps"
+            )
 
     def emit(self) -> None:
         updates, self._pending_emit = self._pending_emit, []
@@ -220,7 +233,7 @@ class World:
 
     def _check_sequences(self) -> None:
         self.scheduler.check_integrity()
-        for seq in self.scheduler.running.seqs:
+        for seq in (seq for each in self.scheduler.sets for seq in each.seqs):
             most = seq.num_prompt_tokens + seq.request.max_tokens
             assert seq.num_tokens <= most, f"{seq.seq_id}: a row is wasted on a known end"
         for seq in self.scheduler.waiting:
@@ -379,6 +392,8 @@ class World:
     async def run(self) -> None:
         self.clients = asyncio.create_task(self._run_clients())
         with pytest.raises(WorldIsDone):
+            if self.num_sets > 1:
+                await run_staged(self, len(self.scheduler.sets))
             await (run_ahead(self) if self.ahead else run_synchronous(self))
         await self.clients
         self.scheduler.check_empty()

@@ -6,12 +6,13 @@ import asyncio
 import random
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from asyncllm.engine.pipeline import Launched, Steps, run_ahead, run_synchronous
+from asyncllm.engine.pipeline import Launched, Steps, run_ahead, run_staged, run_synchronous
 from asyncllm.step_plan import NO_DECODES, StepPlan
 from asyncllm.types import Sequence, StepResult
 from tests.engine.builders import make_request, make_scheduler
@@ -69,6 +70,10 @@ class Script:
         self.note(f"constrain {plan.step_id}")
         self.emit()
 
+    async def end(self, plan: StepPlan, launched: Launched) -> None:
+        if plan.needs_host:
+            await self.constrain(plan, launched)
+
     def finish(self, plan: StepPlan, result: StepResult) -> None:
         assert result.token_ids == [plan.step_id], "the result of another step"
         self.note(f"finish {plan.step_id}")
@@ -105,6 +110,13 @@ def run(pipeline: Pipeline, script: Script) -> list[str]:
     return script.log
 
 
+class StagedScript(Script):
+    """Every step has two parts."""
+
+    async def end(self, plan: StepPlan, launched: Launched) -> None:
+        self.note(f"end {plan.step_id}")
+
+
 # --- order ---------------------------------------------------------------------------------------
 
 
@@ -114,6 +126,18 @@ def test_one_step_is_launched_before_the_one_before_is_awaited() -> None:
         "plan 2", "launch 2", "wait 1", "finish 1", "emit 1",
         "plan 3", "launch 3", "wait 2", "finish 2", "emit 2",
         "wait 3", "finish 3", "emit 3",
+        "idle",
+    ]  # fmt: skip
+
+
+def test_a_step_of_each_set_of_a_pipeline_is_in_flight() -> None:
+    assert run(partial(run_staged, num_sets=2), StagedScript([1, 2, 3, None, 4])) == [
+        "plan 1", "launch 1",
+        "plan 2", "launch 2",
+        "end 1", "plan 3", "launch 3", "wait 1", "finish 1", "emit 1",
+        "end 2", "wait 2", "finish 2", "emit 2",
+        "end 3", "plan 4", "launch 4", "wait 3", "finish 3", "emit 3",
+        "end 4", "wait 4", "finish 4", "emit 4",
         "idle",
     ]  # fmt: skip
 
@@ -247,8 +271,10 @@ def test_cancelling_ends_it_while_it_waits(pipeline: Pipeline) -> None:
 
 
 class SmallEngine:
-    def __init__(self, lazy: bool) -> None:
-        self.scheduler = make_scheduler(num_pages=12, block_size=2, num_host_pages=4)
+    def __init__(self, lazy: bool, num_sets: int = 1) -> None:
+        self.scheduler = make_scheduler(
+            num_pages=12, block_size=2, num_host_pages=4, num_sets=num_sets
+        )
         self.device = FakeDevice(
             num_pages=12,
             num_host_pages=4,
@@ -256,6 +282,7 @@ class SmallEngine:
             max_num_seqs=4,
             rng=random.Random(0),
             lazy=lazy,
+            in_parts=num_sets > 1,
         )
 
     def plan(self) -> StepPlan | None:
@@ -271,8 +298,12 @@ class SmallEngine:
         pass
 
     async def constrain(self, plan: StepPlan, launched: Launched) -> None:
+        raise AssertionError("no row needs the host")
+
+    async def end(self, plan: StepPlan, launched: Launched) -> None:
         assert isinstance(launched, FakeLaunched)
-        launched.sample(np.zeros(0, np.int32))
+        if self.device.in_parts:
+            launched.sample(np.zeros(0, np.int32))
 
     async def wait_to_plan(self) -> None:
         pass
@@ -282,8 +313,8 @@ class SmallEngine:
         raise Done
 
 
-def texts(pipeline: Pipeline, lazy: bool) -> list[list[int]]:
-    engine = SmallEngine(lazy)
+def texts(pipeline: Pipeline, lazy: bool, num_sets: int = 1) -> list[list[int]]:
+    engine = SmallEngine(lazy, num_sets)
     sequences: list[Sequence] = []
     for number in range(6):
         request = make_request(number, range(number % 3 + 1), n=number % 2 + 1, max_tokens=12)
@@ -298,3 +329,7 @@ def test_both_pipelines_give_the_same_tokens() -> None:
     expected = texts(run_synchronous, lazy=False)
     assert len({tuple(text) for text in expected}) == len(expected) == 9
     assert texts(run_ahead, lazy=False) == texts(run_ahead, lazy=True) == expected
+    for num_sets in (2, 4):
+        staged = partial(run_staged, num_sets=num_sets)
+        assert texts(staged, lazy=False, num_sets=num_sets) == expected
+        assert texts(staged, lazy=True, num_sets=num_sets) == expected

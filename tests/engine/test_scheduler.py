@@ -740,7 +740,7 @@ def test_what_an_answer_has_filled_is_found_after_it(ended_by: str) -> None:
     if ended_by == "its client":
         scheduler.abort("r1")
     elif ended_by == "preemption":
-        scheduler._preemption.preempt(seq, StepDraft())
+        scheduler._preemption.preempt(seq, scheduler.running, StepDraft())
     said = [*range(6), *[7] * 9]
     again = add(scheduler, make_request(2, said, priority=-1))
     run_step(scheduler)

@@ -2,7 +2,8 @@
 
 The device reads every context through the block tables, so the text of a sequence is right only if
 all its pages were (`fake_device.py`). The oracle computes the same text without pages
-(`oracle.py`). Every world (`random_world.py`) runs one step ahead and synchronously.
+(`oracle.py`). Every world (`random_world.py`) runs one step ahead and synchronously, one of four as
+a pipeline of two or three stages does.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ def run_worlds(seed: int, num_steps: int) -> tuple[Counter[str], int, int]:
             ahead, synchronous = (World(seed, pipeline, seen) for pipeline in (True, False))
             for world in (ahead, synchronous):
                 asyncio.run(world.run())
+            if seed % 4 == 0:
+                asyncio.run(World(seed, True, seen, num_sets=2 + seed % 8 // 4).run())
             num_ahead += ahead.num_steps
             num_synchronous += synchronous.num_steps
             seed += 1

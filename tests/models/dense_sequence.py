@@ -7,13 +7,17 @@ import torch
 from asyncllm.attention.base import AttentionLayer, Rotation
 from asyncllm.attention.heads import rotated_heads
 from asyncllm.models.base import CausalLM, TokenInputs
+from asyncllm.models.parallel.stages import Stages
 
 
 class DenseSequence:
     """A `Mixer` that feeds tokens in pieces of any length; keys and values of all are kept."""
 
-    def __init__(self, model: CausalLM, num_prompt_tokens: int) -> None:
+    def __init__(
+        self, model: CausalLM, num_prompt_tokens: int, stages: Stages | None = None
+    ) -> None:
         self.model = model
+        self.stages = stages
         self.num_prompt_tokens = num_prompt_tokens
         self.num_computed = 0
         self.keys: list[list[torch.Tensor]] = [[] for _ in model.attention_layers]
@@ -25,8 +29,16 @@ class DenseSequence:
         prompt_lens = None
         if self.model.uses_prompt_lens:
             prompt_lens = torch.full_like(positions, self.num_prompt_tokens)
+        num_tokens, stages = len(token_ids), self.stages
+        if stages is not None:
+            stages.receive(num_tokens)
         hidden = self.model.forward(TokenInputs(token_ids, positions, prompt_lens), self)
-        self.num_computed += len(token_ids)
+        self.num_computed += num_tokens
+        if stages is not None:
+            stages.send(hidden, returns=True)
+            if stages.is_first:
+                stages.take_back(num_tokens)
+                hidden = stages.model.last_norm(num_tokens)
         return self.model.compute_logits(hidden)
 
     def attend(self, layer: AttentionLayer, qkv: torch.Tensor, rotation: Rotation) -> torch.Tensor:

@@ -15,11 +15,13 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.mesh_config import MeshConfig
 from asyncllm.model_config import ModelConfig, ModelImplementation, Quantization
 from asyncllm.models.base import CausalLM
+from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.layers.experts_method import own_experts
 from asyncllm.models.layers.ops import Routed
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.loader import load_weights
 from asyncllm.models.parallel.mesh import Alone, Mesh
+from asyncllm.models.parallel.stages import Stages
 from asyncllm.models.registry import build_model
 from tests.models.dense_sequence import DenseSequence
 from tests.models.tiny_checkpoints import CONFIGS, CPU, VOCAB_SIZE, WINDOW, llama, random_reference
@@ -49,7 +51,11 @@ def logits_of(folder: Path, mesh: Mesh, token_ids: torch.Tensor, **how: Any) -> 
     """In two chunks and single tokens."""
     model = build(folder, mesh, **how)
     load_weights(model, folder, "auto", seed=0, progress=False)
-    sequence = DenseSequence(model, num_prompt_tokens=20)
+    stages = None
+    if mesh.config.pp > 1:
+        assert isinstance(model, DenseDecoder)
+        stages = Stages(model, mesh, NUM_TOKENS)
+    sequence = DenseSequence(model, 20, stages)
     pieces = [token_ids[:13], token_ids[13:20], *token_ids[20:].split(1)]
     return torch.cat([sequence.logits(piece) for piece in pieces])
 

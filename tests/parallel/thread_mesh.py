@@ -56,7 +56,7 @@ class ThreadMesh:
         return x.copy_(self._program.sent[self.config.rank].get(timeout=PATIENCE_SECONDS))
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        return x.copy_(self._exchange(x, self._program.everyone)[0])
+        return x.copy_(self._exchange(x, self._stage)[0])
 
     def least(self, number: int) -> int:
         numbers = self._exchange(torch.tensor(number), self._program.everyone)

@@ -14,6 +14,8 @@ import logging
 import os
 import socket
 import threading
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -50,6 +52,7 @@ class Follower:
         self._socket = connected
         self._messages: SimpleQueue[Message] = SimpleQueue()
         self._num_begun = self._num_done = 0  # messages that have a place
+        self._begun: deque[Callable[[bool], object]] = deque()  # what ends each step, once sampled
         self._mesh: CollectiveMesh | None = None
         self._sending = threading.Lock()
         self._adapters_thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-adapters")
@@ -99,7 +102,10 @@ class Follower:
     def _do(self, worker: Worker, message: Message) -> None:
         match message:
             case (Kind.STEP, *content):
-                worker.runner.follow(decode_step(content), self._is_masked)
+                if (end := worker.runner.follow(decode_step(content))) is not None:
+                    self._begun.append(end)
+            case (Kind.SAMPLE, bool(is_masked)) if self._begun:
+                self._begun.popleft()(is_masked)
             case (Kind.CLEAR_PAGES, page_ids):
                 worker.command(ClearPages(page_ids))
             case (Kind.READ_ADAPTER, str(folder), int(place)):
@@ -131,15 +137,6 @@ class Follower:
         except BaseException as error:
             self._fail(error)
             raise
-
-    def _is_masked(self) -> bool:
-        """Wait until rank 0 samples a step that needs the host, and say whether by masks."""
-        match self._next():
-            case (Kind.SAMPLE, bool(is_masked)):
-                self._num_done += 1
-                return is_masked
-            case message:
-                raise ValueError(f"rank 0 said {message!r:.100} amid a step")
 
     # --- the connection ----------------------------------------------------------------------
 

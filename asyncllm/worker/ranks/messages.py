@@ -59,7 +59,7 @@ class Kind(enum.IntEnum):
     START = 0  # settings, address of the store
     # The next have a number of their place after the kind, from 0 on without a gap.
     STEP = 1  # a `PackedStep`
-    SAMPLE = 2  # the rest of a step that needs the host: whether it was sampled by masks
+    SAMPLE = 2  # the rest of a `HostStep`: whether it was sampled by masks
     CLEAR_PAGES = 3  # page ids
     READ_ADAPTER = 4  # folder, place
     LOAD_ADAPTER = 5  # place, slot
