@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 TRACING_MODULES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto")
 API_KEY_VARIABLES = ("ASYNCLLM_API_KEY", "VLLM_API_KEY")  # the first that is set
+ORIGIN = re.compile("[a-z][a-z0-9+.-]*://[^/?#*]+")  # RFC 6454, as browsers send it
 METRICS_PREFIX = re.compile("[a-zA-Z_][a-zA-Z0-9_]*")
 LogFormat = Literal["text", "json"]
 _LEAST = {
@@ -209,6 +210,12 @@ class ServerArgs:
     def _check_paths(self) -> None:
         for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
             setattr(self, name, _list_of_json(name, getattr(self, name)))
+        for origin in self.allowed_origins or ():
+            if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"allowed_origins: {origin!r} can match no page: an origin is such as "
+                    "https://example.com or http://localhost:3000, without a path"
+                )
         path = self.root_path
         if path is not None and not re.fullmatch("(/[^/?#{}]+)+", path):
             raise ValueError(f"root_path must be a path such as /llm, got {path!r}")

@@ -90,7 +90,7 @@ async def drain(service: Service, patience_seconds: float) -> None:
     """Refuse new requests, wait for running ones, then end what is left with an error."""
     service.draining = True
     logger.info(
-        "shutting down: %d answers in progress, which have %g s; Ctrl-C or SIGTERM again ends now",
+        "shutting down: %d in progress, which have %g s; Ctrl-C or SIGTERM again ends now",
         service.num_live,
         patience_seconds,
     )

@@ -86,6 +86,15 @@ def test_lists_may_be_json_as_vllm_writes_them() -> None:
     args = ServerArgs(allowed_origins=['["https://a", "https://b"]'])
     args.check()
     assert args.allowed_origins == ["https://a", "https://b"]
+
+
+@pytest.mark.parametrize(
+    "origin", ["example.com", "https://a.com/", "https://a.com/x", "", "*.com"]
+)
+def test_an_origin_that_no_page_has_is_refused(origin: str) -> None:
+    with pytest.raises(ValueError, match="can match no page"):
+        ServerArgs(allowed_origins=[origin]).check()
+    ServerArgs(allowed_origins=["*", "null", "http://[::1]:3000", "tauri://localhost"]).check()
     with pytest.raises(ValueError, match="allowed_headers"):
         ServerArgs(allowed_headers=["[1]"]).check()
 

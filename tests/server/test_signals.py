@@ -80,4 +80,4 @@ def test_the_log_says_how_long_it_drains(
         asked.join(PATIENCE_SECONDS)
         assert asked.status == 503
     said = capfd.readouterr().err
-    assert "shutting down: 1 answers in progress, which have 0.5 s; Ctrl-C or SIGTERM again" in said
+    assert "shutting down: 1 in progress, which have 0.5 s; Ctrl-C or SIGTERM again" in said
