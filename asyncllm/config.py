@@ -263,7 +263,9 @@ class EngineArgs:
             "data_parallel_backend": flag_values.resolve_data_parallel_backend(
                 self.data_parallel_backend, self.data_parallel_size, device
             ),
-            "cuda_graph_sizes": flag_values.decode_sizes(self.cuda_graph_sizes, self.max_num_seqs),
+            "cuda_graph_sizes": flag_values.decode_sizes(
+                self.cuda_graph_sizes, self.max_num_seqs, self.pipeline_parallel_size
+            ),
             "prefill_graph_sizes": flag_values.prefill_sizes(self.prefill_graph_sizes, max_tokens),
             "logits_processors": flag_values.resolve_classes(self.logits_processors),
             "mesh": (mesh := flag_values.resolve_mesh(self, device)),

@@ -173,11 +173,13 @@ def kernel_rank(max_lora_rank: int) -> int:
     return max(16, 1 << (max_lora_rank - 1).bit_length())
 
 
-def decode_sizes(sizes: list[int] | None, max_num_seqs: int) -> tuple[int, ...]:
-    """Decode batch sizes to capture, ascending, the last one max_num_seqs."""
+def decode_sizes(sizes: list[int] | None, max_num_seqs: int, num_stages: int) -> tuple[int, ...]:
+    """Decode batch sizes to capture, ascending; the last one is max_num_seqs, or what of it a step
+    has where stages overlap."""
     if sizes is None:
+        most = min(-(-max_num_seqs // num_stages), 512)
         sizes = [1, 2, 4, 8, 12, *range(16, 257, 8), *range(288, 513, 32)]
-        sizes = [size for size in sizes if size < max_num_seqs] + [min(max_num_seqs, 512)]
+        sizes = [size for size in sizes if size < most] + [most]
     if any(size < 1 or size > max_num_seqs for size in sizes):
         raise ValueError(f"cuda_graph_sizes must be between 1 and max_num_seqs, got {sizes}")
     return tuple(sorted(set(sizes)))
