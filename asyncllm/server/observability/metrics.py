@@ -36,7 +36,7 @@ from asyncllm.server.observability.exposition import Exposition, Labels, Read, S
 from asyncllm.step_plan import StepKind
 
 # Routes that vLLM's web framework does not count either.
-UNCOUNTED = frozenset({"/metrics", "/health", "/load", "/ping", "/version"})
+UNCOUNTED = ("/metrics", "/health", "/load", "/ping", "/version")
 
 
 class Metrics:
@@ -56,7 +56,7 @@ class Metrics:
         """Labels of a bounded number of values, whatever clients send."""
         resource = request.match_info.route.resource
         handler = "none" if resource is None else resource.canonical
-        if handler not in UNCOUNTED:
+        if not handler.endswith(UNCOUNTED):  # a proxy's prefix may stand before it
             method = request.method if request.method in hdrs.METH_ALL else "none"
             self._responses[handler, method, response.status // 100] += 1
 
