@@ -122,7 +122,7 @@ class EngineArgs:
     )
     seed: int = flag(0, "for requests without a seed of their own")
     max_model_len: int | None = flag(
-        None, "context window in tokens, default: what model and KV allow", least=1
+        None, "context window in tokens, default: what model and KV allow", least=2
     )
     block_size: int = flag(16, "tokens per KV page", least=1)
     kv_cache_dtype: KVCacheDType = flag(
