@@ -80,7 +80,7 @@ class CollectiveMesh:
             self._odd = make(odd, config.rank, config.size, host)
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
         self.least(0)  # NCCL connects at the first call, which must not be a captured one
-        self._sums = None if row_size is None else self._share_memory(store, row_size)
+        self.sums = None if row_size is None else self._share_memory(store, row_size)
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         if (sums := self.row_sums(x)) is not None:
@@ -92,7 +92,7 @@ class CollectiveMesh:
         return x
 
     def row_sums(self, x: torch.Tensor) -> RowSums | None:
-        sums = None if self._sums is None else self._sums.find(x)
+        sums = None if self.sums is None else self.sums.find(x)
         if sums is not None:
             self.num_calls += 1
         return sums
@@ -178,8 +178,8 @@ class CollectiveMesh:
 
     def close(self) -> None:
         """Ends calls that wait, with an error. From any thread."""
-        if self._sums is not None:
-            self._sums.end_waiting()
+        if self.sums is not None:
+            self.sums.end_waiting()
         for group in self._groups:
             group.abort()
 

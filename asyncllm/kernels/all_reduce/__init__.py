@@ -17,8 +17,8 @@ SETS = 3  # as kernel.py has them
 NUMBER_BYTES = 2
 RANKS = (2, 4, 8)
 # Bytes that a rank sends in one shot, beyond which two shots are taken, or NCCL.
-MOST_IN_ONE_SHOT = 1 << 20
-MOST_IN_TWO_SHOTS = 4 << 20  # of all rows, not of a rank's part
+MOST_IN_ONE_SHOT = 256 << 10
+MOST_IN_TWO_SHOTS = 512 << 10  # of all rows, not of a rank's part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,30 +41,28 @@ class PeerSums:
         self, rank: int, num_ranks: int, size: int, device: torch.device, exchange: Exchange
     ) -> None:
         self._size = size
-        self._closed = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        with torch.inference_mode(False):  # it is written to outside of it, too
+            self._closed = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         row_bytes = size * NUMBER_BYTES
-        self._max_rows = [MOST_IN_ONE_SHOT // ((num_ranks - 1) * row_bytes)]
+        most = {False: MOST_IN_ONE_SHOT // ((num_ranks - 1) * row_bytes)}
         if num_ranks > 2 and size % num_ranks == 0:
-            self._max_rows.append(MOST_IN_TWO_SHOTS // row_bytes)
+            most[True] = MOST_IN_TWO_SHOTS // row_bytes
         self._memories: list[PeerMemory] = []
-        self._sums: list[RowSums] = []
-        for in_two_shots, max_rows in enumerate(self._max_rows):
+        self.forms: list[tuple[int, RowSums]] = []  # and of how many rows at most
+        for in_two_shots, max_rows in most.items():
             parts = 2 if in_two_shots else num_ranks
             memory = PeerMemory(rank, max_rows * SETS * parts * row_bytes, device, exchange)
             addresses = [*memory.addresses, self._closed.data_ptr()]
             peers = torch.tensor(addresses, dtype=torch.int64, device=device)
             calls = torch.zeros(max_rows, dtype=torch.int32, device=device)
             self._memories.append(memory)
-            self._sums.append(RowSums(peers, calls, rank, num_ranks, bool(in_two_shots)))
+            self.forms.append((max_rows, RowSums(peers, calls, rank, num_ranks, in_two_shots)))
 
     def find(self, x: torch.Tensor) -> RowSums | None:
         """How to sum x [T, size]; None: not here."""
         if x.dim() != 2 or x.shape[1] != self._size or x.element_size() != NUMBER_BYTES:
             return None
-        for sums, max_rows in zip(self._sums, self._max_rows, strict=True):
-            if len(x) <= max_rows:
-                return sums
-        return None
+        return next((sums for max_rows, sums in self.forms if len(x) <= max_rows), None)
 
     def end_waiting(self) -> None:
         """Kernels that wait for other ranks end. From any thread."""

@@ -34,7 +34,7 @@ class PeerMemory:
     def __init__(self, rank: int, num_bytes: int, device: torch.device, exchange: Exchange) -> None:
         torch.cuda.synchronize(device)  # the device's context is this thread's from here on
         own, handle, opened = ctypes.c_uint64(), _Handle(), list[ctypes.c_uint64]()
-        weakref.finalize(self, _free, device, own, opened)
+        weakref.finalize(self, _free, torch.cuda.current_device(), own, opened)
         failure = ""
         try:
             _call("cuMemAlloc_v2", ctypes.byref(own), ctypes.c_size_t(num_bytes))
@@ -62,7 +62,7 @@ class PeerMemory:
             raise OSError(failures[0])
 
 
-def _free(device: torch.device, own: ctypes.c_uint64, opened: list[ctypes.c_uint64]) -> None:
+def _free(device: int, own: ctypes.c_uint64, opened: list[ctypes.c_uint64]) -> None:
     torch.cuda.set_device(device)  # the context of whichever thread this is
     for address in opened:
         _library().cuIpcCloseMemHandle(address)
