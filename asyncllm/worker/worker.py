@@ -226,9 +226,9 @@ class Worker:
         try:
             self._executor.close()  # watched by the group: a lost rank ends its waiting
         finally:
+            self._captures.clear()  # calls of the mesh among them: before it is closed
             if self.group is not None:
                 self.group.close()
-            self._captures.clear()
             del self.runner, self._captures
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
