@@ -134,12 +134,13 @@ async def collect(engine: AsyncLLMEngine, params: SamplingParams) -> None:
 
 
 def children() -> list[int]:
-    """Processes that this one has started."""
+    """The processes of ranks that this one has started."""
     found = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
-            fields = status.read_text().rpartition(")")[2].split()
-            if int(fields[1]) == os.getpid() and fields[0] != "Z":
+            parent = int(status.read_text().rpartition(")")[2].split()[1])
+            command = status.with_name("cmdline").read_bytes()
+            if parent == os.getpid() and b"follower" in command:
                 found.append(int(status.parent.name))
     return sorted(found)
 

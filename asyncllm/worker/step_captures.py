@@ -80,6 +80,9 @@ class StepCaptures:
         self._runner = runner
         self._progress = progress
         self._pool = GraphPool(clear=runner.inputs.clear, before_capture=before_capture)
+        # What resampling computes must not lie where the logits are that it reads, which are a
+        # step's outputs.
+        self._resampling_pool = GraphPool()
         self._pending: deque[Callable[[], None]] = deque()  # in their order
 
     def __len__(self) -> int:
@@ -98,6 +101,8 @@ class StepCaptures:
         hidden = torch.zeros(max(sizes[-1], most_rows), hidden_size, dtype=dtype, device=device)
         graphs = runner.mixed.make_graphs(hidden, config.max_num_seqs, self._pool)
         self._capture(graphs.capture, sizes, "prefill")
+        if config.mesh.stage > 0:  # which has no logits
+            return
         for size in first_sizes(config.cuda_graph_sizes):
             runner.mixed.capture_sampling(size, self._pool)
 
@@ -111,9 +116,6 @@ class StepCaptures:
         with_adapters = decode = DecodeGraphs(step, slots, self._pool, persistent)
         if runner.lora is not None:
             with_adapters = DecodeGraphs(partial(step, adapters=True), slots, self._pool)
-        # What resampling computes must not lie where the logits are that it reads, which are a
-        # step's outputs: it has a pool of its own.
-        pool = GraphPool()
         masked: SizedGraphs[Recorded] = SizedGraphs()
 
         def capture(size: int) -> None:
@@ -128,7 +130,7 @@ class StepCaptures:
                 logits = runner.capture_last(size, self._pool, adapters=False)
             if logits is not None:
                 resample = partial(runner.resample, logits, slots[:size])
-                masked.add(size, pool.record(lambda: (resample(),)))
+                masked.add(size, self._resampling_pool.record(lambda: (resample(),)))
 
         self._capture(capture, sizes, "decode")
         runner.inputs.capture_changes(self._pool)
@@ -144,8 +146,11 @@ class StepCaptures:
             self._pending.clear()
 
     def clear(self) -> None:
-        """Let go of all that is captured, which holds the runner's own methods: a circle."""
+        """Let go of all that is captured, which holds the runner's own methods: a circle. Also of
+        graphs that a step still refers to: their calls of NCCL keep its memory."""
         self._pending.clear()
+        self._pool.reset()
+        self._resampling_pool.reset()
         runner = self._runner
         runner.graphs = runner.adapter_graphs = runner.mixed.graphs = None
         runner.masked_graphs, runner.mixed.sample_graphs = SizedGraphs(), SizedGraphs()
