@@ -9,7 +9,7 @@ from tests.worker.recorded_graph import RecordedGraph
 
 
 def test_a_reset_reaches_graphs_that_others_hold() -> None:
-    """What a step still refers to would keep the memory of NCCL, whose closing waits for it."""
+    """NCCL closes when no graph has a call of it, be it one that a step still refers to."""
     pool, x = GraphPool(RecordedGraph), torch.zeros(2)
     held = pool.record(lambda: (x.add_(1),))
     held.replay()

@@ -23,7 +23,7 @@ RANKS = tuple(MOST_IN_ONE_SHOT)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowSums:
-    """What the kernels take for a sum. peers: int64 addresses of each rank's memory, then that of
+    """Arguments of a kernel that sums. peers: int64 addresses of each rank's memory, then that of
     the word that ends the waiting; calls: int32 [rows], the set that each row's next call takes."""
 
     peers: torch.Tensor
