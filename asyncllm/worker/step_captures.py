@@ -31,6 +31,8 @@ from asyncllm.worker.staged_runner import StagedRunner
 
 logger = logging.getLogger("asyncllm")
 
+ROOM_BYTES = 256 << 20  # for the kernels of a capture's steps, too, and what NCCL adds
+
 
 def persistent_step(
     runner: ModelRunner, model: CausalLM, cache: KVCache, launch: Launch | None
@@ -72,12 +74,14 @@ class StepCaptures:
         config: EngineConfig,
         runner: ModelRunner,
         before_capture: Callable[[], None],
+        agree: Callable[[int], int],
         *,
         progress: bool,
     ) -> None:
-        """before_capture: as `GraphPool` calls it."""
+        """before_capture: as `GraphPool` calls it. agree: the least of all ranks' numbers."""
         self._config = config
         self._runner = runner
+        self._agree = agree
         self._progress = progress
         self._pool = GraphPool(clear=runner.inputs.clear, before_capture=before_capture)
         # What resampling computes must not lie where the logits are that it reads, which are a
@@ -138,7 +142,15 @@ class StepCaptures:
         runner.adapter_graphs = with_adapters
 
     def capture_one(self) -> None:
-        """One of those that are left. Blocks for 10 to 20 ms."""
+        """One of those that are left, on all ranks, whose steps must have the same sizes: where one
+        has no room for it, none is captured any more. Blocks for 10 to 20 ms."""
+        if (
+            self._config.mesh.size > 1
+            and self._agree(int(has_room(self._runner.inputs.token_ids.device))) == 0
+        ):
+            logger.warning("a rank has no memory for %d more graphs", len(self._pending))
+            self._pending.clear()
+            return
         try:
             self._pending.popleft()()  # done also where it raises: it is not tried for ever
         except torch.cuda.OutOfMemoryError as error:  # the next larger graph serves as well
@@ -158,17 +170,18 @@ class StepCaptures:
             runner.last_graphs.clear()
 
     def _capture(self, capture: Callable[[int], None], sizes: tuple[int, ...], name: str) -> None:
-        """Some sizes now, largest first, the others when the engine is idle. Where ranks share the
-        model all of them now: one that later had no memory left would pad steps to another size
-        than the others, and their calls would not fit."""
-        is_alone = self._config.mesh.size == 1
+        """Some sizes now, largest first, the others when the engine is idle."""
         for size in ProgressBar(
-            first_sizes(sizes) if is_alone else sorted(sizes, reverse=True),
+            first_sizes(sizes),
             desc=f"capturing {name} graphs",
             disable=not self._progress,
             leave=False,
             delay=DELAY_S,
         ):
             capture(size)
-        if is_alone:
-            self._pending.extend(partial(capture, size) for size in later_sizes(sizes))
+        self._pending.extend(partial(capture, size) for size in later_sizes(sizes))
+
+
+def has_room(device: torch.device) -> bool:
+    """Whether this rank can capture one more size: amid a capture it could not say no."""
+    return device.type != "cuda" or torch.cuda.mem_get_info(device)[0] >= ROOM_BYTES
