@@ -31,6 +31,8 @@ from asyncllm.worker.staged_runner import StagedRunner
 
 logger = logging.getLogger("asyncllm")
 
+ROOM_BYTES = 256 << 20  # for the kernels of a capture's steps, too, and what NCCL adds
+
 
 def persistent_step(
     runner: ModelRunner, model: CausalLM, cache: KVCache, launch: Launch | None
@@ -72,14 +74,19 @@ class StepCaptures:
         config: EngineConfig,
         runner: ModelRunner,
         before_capture: Callable[[], None],
+        agree: Callable[[int], int],
         *,
         progress: bool,
     ) -> None:
-        """before_capture: as `GraphPool` calls it."""
+        """before_capture: as `GraphPool` calls it. agree: the least of all ranks' numbers."""
         self._config = config
         self._runner = runner
+        self._agree = agree
         self._progress = progress
         self._pool = GraphPool(clear=runner.inputs.clear, before_capture=before_capture)
+        # What resampling computes must not lie where the logits are that it reads, which are a
+        # step's outputs.
+        self._resampling_pool = GraphPool()
         self._pending: deque[Callable[[], None]] = deque()  # in their order
 
     def __len__(self) -> int:
@@ -98,6 +105,8 @@ class StepCaptures:
         hidden = torch.zeros(max(sizes[-1], most_rows), hidden_size, dtype=dtype, device=device)
         graphs = runner.mixed.make_graphs(hidden, config.max_num_seqs, self._pool)
         self._capture(graphs.capture, sizes, "prefill")
+        if config.mesh.stage > 0:  # which has no logits
+            return
         for size in first_sizes(config.cuda_graph_sizes):
             runner.mixed.capture_sampling(size, self._pool)
 
@@ -111,9 +120,6 @@ class StepCaptures:
         with_adapters = decode = DecodeGraphs(step, slots, self._pool, persistent)
         if runner.lora is not None:
             with_adapters = DecodeGraphs(partial(step, adapters=True), slots, self._pool)
-        # What resampling computes must not lie where the logits are that it reads, which are a
-        # step's outputs: it has a pool of its own.
-        pool = GraphPool()
         masked: SizedGraphs[Recorded] = SizedGraphs()
 
         def capture(size: int) -> None:
@@ -128,7 +134,7 @@ class StepCaptures:
                 logits = runner.capture_last(size, self._pool, adapters=False)
             if logits is not None:
                 resample = partial(runner.resample, logits, slots[:size])
-                masked.add(size, pool.record(lambda: (resample(),)))
+                masked.add(size, self._resampling_pool.record(lambda: (resample(),)))
 
         self._capture(capture, sizes, "decode")
         runner.inputs.capture_changes(self._pool)
@@ -136,7 +142,15 @@ class StepCaptures:
         runner.adapter_graphs = with_adapters
 
     def capture_one(self) -> None:
-        """One of those that are left. Blocks for 10 to 20 ms."""
+        """One of those that are left, on all ranks, whose steps must have the same sizes: where one
+        has no room for it, none is captured any more. Blocks for 10 to 20 ms."""
+        if (
+            self._config.mesh.size > 1
+            and self._agree(int(has_room(self._runner.inputs.token_ids.device))) == 0
+        ):
+            logger.warning("a rank has no memory for %d more graphs", len(self._pending))
+            self._pending.clear()
+            return
         try:
             self._pending.popleft()()  # done also where it raises: it is not tried for ever
         except torch.cuda.OutOfMemoryError as error:  # the next larger graph serves as well
@@ -144,8 +158,11 @@ class StepCaptures:
             self._pending.clear()
 
     def clear(self) -> None:
-        """Let go of all that is captured, which holds the runner's own methods: a circle."""
+        """Let go of all that is captured, which holds the runner's own methods: a circle. Also of
+        graphs that a step still refers to: their calls of NCCL keep its memory."""
         self._pending.clear()
+        self._pool.reset()
+        self._resampling_pool.reset()
         runner = self._runner
         runner.graphs = runner.adapter_graphs = runner.mixed.graphs = None
         runner.masked_graphs, runner.mixed.sample_graphs = SizedGraphs(), SizedGraphs()
@@ -153,17 +170,18 @@ class StepCaptures:
             runner.last_graphs.clear()
 
     def _capture(self, capture: Callable[[int], None], sizes: tuple[int, ...], name: str) -> None:
-        """Some sizes now, largest first, the others when the engine is idle. Where ranks share the
-        model all of them now: one that later had no memory left would pad steps to another size
-        than the others, and their calls would not fit."""
-        is_alone = self._config.mesh.size == 1
+        """Some sizes now, largest first, the others when the engine is idle."""
         for size in ProgressBar(
-            first_sizes(sizes) if is_alone else sorted(sizes, reverse=True),
+            first_sizes(sizes),
             desc=f"capturing {name} graphs",
             disable=not self._progress,
             leave=False,
             delay=DELAY_S,
         ):
             capture(size)
-        if is_alone:
-            self._pending.extend(partial(capture, size) for size in later_sizes(sizes))
+        self._pending.extend(partial(capture, size) for size in later_sizes(sizes))
+
+
+def has_room(device: torch.device) -> bool:
+    """Whether this rank can capture one more size: amid a capture it could not say no."""
+    return device.type != "cuda" or torch.cuda.mem_get_info(device)[0] >= ROOM_BYTES

@@ -153,7 +153,9 @@ class Worker:
         self.work = self.runner.work
         with self._phase("warm_up"), self._executor.between_steps():
             self._warm_up(state, kernels, early)
-        self._captures = StepCaptures(config, self.runner, ops.before_capture, progress=progress)
+        self._captures = StepCaptures(
+            config, self.runner, ops.before_capture, self._mesh.least, progress=progress
+        )
         if attention.supports_graphs and not config.enforce_eager and self._can_capture(model):
             self._capture(model, cache, loading)
         self.step_cost: StepCost | None = None  # of a CPU, where a chunk is as fast as its tokens
@@ -199,13 +201,15 @@ class Worker:
 
     @torch.inference_mode()
     def command(self, command: WorkerCommand) -> None:
-        """Do it after all that was launched before; on all ranks, where it is about pages."""
+        """Do it after all that was launched before, on all ranks."""
         match command:
             case ClearPages(page_ids):
                 if self.group is not None:
                     self.group.send(Kind.CLEAR_PAGES, page_ids)
                 self.runner.clear_pages(page_ids)
             case CaptureGraph():
+                if self.group is not None:
+                    self.group.send(Kind.CAPTURE_GRAPH)
                 with self._executor.between_steps():
                     self._captures.capture_one()
 
@@ -226,9 +230,9 @@ class Worker:
         try:
             self._executor.close()  # watched by the group: a lost rank ends its waiting
         finally:
+            self._captures.clear()  # calls of the mesh among them: before it is closed
             if self.group is not None:
                 self.group.close()
-            self._captures.clear()
             del self.runner, self._captures
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
