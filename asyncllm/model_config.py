@@ -28,29 +28,31 @@ BUILTIN_MODELS = {
     "tiny-draft": Path(__file__).parent / "assets" / "tiny-draft",
 }
 
-ARCHITECTURES = (
-    "Cohere2ForCausalLM",
-    "CohereForCausalLM",
-    "DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "Glm4ForCausalLM",
-    "Glm4MoeForCausalLM",
-    "GptOssForCausalLM",
-    "GraniteForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "MixtralForCausalLM",
-    "Olmo2ForCausalLM",
-    "Olmo3ForCausalLM",
-    "OlmoeForCausalLM",
-    "Phi3ForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-)
+# Native architectures: the module below asyncllm.models, and its function that makes a
+# `DecoderSpec` of a configuration.
+ARCHITECTURES = {
+    "Cohere2ForCausalLM": ("cohere", "cohere"),
+    "CohereForCausalLM": ("cohere", "cohere"),
+    "DeepseekV2ForCausalLM": ("deepseek", "deepseek_v2"),
+    "DeepseekV3ForCausalLM": ("deepseek", "deepseek_v3"),
+    "Gemma2ForCausalLM": ("gemma", "gemma"),
+    "Gemma3ForCausalLM": ("gemma", "gemma"),
+    "Glm4ForCausalLM": ("glm4", "glm4"),
+    "Glm4MoeForCausalLM": ("glm4", "glm4_moe"),
+    "GptOssForCausalLM": ("gpt_oss", "gpt_oss"),
+    "GraniteForCausalLM": ("dense", "granite"),
+    "LlamaForCausalLM": ("dense", "llama"),
+    "MistralForCausalLM": ("dense", "mistral"),
+    "MixtralForCausalLM": ("moe", "mixtral"),
+    "Olmo2ForCausalLM": ("olmo", "olmo2"),
+    "Olmo3ForCausalLM": ("olmo", "olmo3"),
+    "OlmoeForCausalLM": ("moe", "olmoe"),
+    "Phi3ForCausalLM": ("dense", "phi3"),
+    "Qwen2ForCausalLM": ("dense", "qwen2"),
+    "Qwen2MoeForCausalLM": ("moe", "qwen2_moe"),
+    "Qwen3ForCausalLM": ("dense", "qwen3"),
+    "Qwen3MoeForCausalLM": ("moe", "qwen3_moe"),
+}
 # Classes of transformers' table whose attention is not that of pages of past tokens, and why.
 UNSERVED = {
     "BltForCausalLM": "attends across patches of bytes, which another model cuts",

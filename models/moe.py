@@ -1,8 +1,8 @@
 """Families with experts in place of the feed-forward.
 
-Qwen3, on all layers but those that the file names; Qwen2, and beside its experts one that every
-token passes through, times its own gate; OLMoE, with norms of q and k over all their heads;
-Mixtral, which is Mistral with experts in every layer.
+Qwen3-MoE, in all layers but those that config.json names; Qwen2-MoE, with a gated shared expert;
+OLMoE, with q and k norms over all their heads; Mixtral, which is Mistral with experts in every
+layer.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from asyncllm.model_config import ModelConfig
-from asyncllm.models.decoder import DecoderSpec, DenseDecoder, FeedForward
-from asyncllm.models.dense import qwen3_spec
+from asyncllm.models.decoder import DecoderSpec, FeedForward
+from asyncllm.models.dense import qwen3
 from asyncllm.models.layers.attention import AttentionSpec
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.experts import Experts, Router
@@ -25,7 +25,7 @@ LOAD = load_each(gate="gate_proj", up="up_proj", down="down_proj")
 MIXTRAL_LOAD = load_each(gate="w1", up="w3", down="w2")
 
 
-def build_qwen3_moe(config: ModelConfig, build: Build) -> DenseDecoder:
+def qwen3_moe(config: ModelConfig, build: Build) -> DecoderSpec:
     shape = qwen_experts(config)
 
     def feed_forward(index: int, name: str) -> FeedForward:
@@ -34,10 +34,10 @@ def build_qwen3_moe(config: ModelConfig, build: Build) -> DenseDecoder:
         router = Router(f"{name}.gate", shape, qwen_routing(config), build)
         return Experts(f"{name}.experts", shape, router, build)
 
-    return DenseDecoder(config, replace(qwen3_spec(config), feed_forward=feed_forward), build)
+    return replace(qwen3(config, build), feed_forward=feed_forward)
 
 
-def build_qwen2_moe(config: ModelConfig, build: Build) -> DenseDecoder:
+def qwen2_moe(config: ModelConfig, build: Build) -> DecoderSpec:
     hf, shape = config.hf_config, qwen_experts(config)
 
     def feed_forward(index: int, name: str) -> FeedForward:
@@ -50,15 +50,11 @@ def build_qwen2_moe(config: ModelConfig, build: Build) -> DenseDecoder:
         router = Router(f"{name}.gate", shape, qwen_routing(config), build)
         return Experts(f"{name}.experts", shape, router, build, shared, gate)
 
-    spec = DecoderSpec(
-        layer_windows(config),
-        attention=AttentionSpec(qkv_bias=hf.qkv_bias),
-        feed_forward=feed_forward,
-    )
-    return DenseDecoder(config, spec, build)
+    attention = AttentionSpec(qkv_bias=hf.qkv_bias)
+    return DecoderSpec(layer_windows(config), attention=attention, feed_forward=feed_forward)
 
 
-def build_olmoe(config: ModelConfig, build: Build) -> DenseDecoder:
+def olmoe(config: ModelConfig, build: Build) -> DecoderSpec:
     require(config, clip_qkv=(None,))
     hf = config.hf_config
     shape = ExpertsShape(
@@ -74,15 +70,14 @@ def build_olmoe(config: ModelConfig, build: Build) -> DenseDecoder:
         return Experts(f"{name}.experts", shape, router, build)
 
     bias = hf.attention_bias
-    spec = DecoderSpec(
+    return DecoderSpec(
         windows=(None,) * config.num_layers,
         attention=AttentionSpec(qkv_bias=bias, output_bias=bias, qk_norm="all"),
         feed_forward=feed_forward,
     )
-    return DenseDecoder(config, spec, build)
 
 
-def build_mixtral(config: ModelConfig, build: Build) -> DenseDecoder:
+def mixtral(config: ModelConfig, build: Build) -> DecoderSpec:
     hf = config.hf_config
     shape = ExpertsShape(
         num_experts=positive(config, "num_local_experts"),
@@ -100,8 +95,7 @@ def build_mixtral(config: ModelConfig, build: Build) -> DenseDecoder:
         router = Router(f"{name}.gate", shape, routing, build)
         return Experts(f"{name}.experts", shape, router, build)
 
-    spec = DecoderSpec(layer_windows(config), feed_forward=feed_forward)
-    return DenseDecoder(config, spec, build)
+    return DecoderSpec(layer_windows(config), feed_forward=feed_forward)
 
 
 def qwen_experts(config: ModelConfig) -> ExpertsShape:

@@ -29,8 +29,7 @@ from asyncllm.flag_values import PREFILL_GRAPH_SIZES
 from asyncllm.outputs import RequestMetrics
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepKind, StepPlan
-from asyncllm.types import Request, Sequence, SequenceStatus, StepResult
-from asyncllm.worker.executor import DeviceTimes
+from asyncllm.types import DeviceTimes, Request, Sequence, SequenceStatus, StepResult
 
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 256

@@ -18,14 +18,13 @@ from functools import partial
 from asyncllm.engine.constraints import constrain
 from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.engine.non_finite import end_without_token
-from asyncllm.engine.pipeline import Launched
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.stats import StatLogger, StepRecord
 from asyncllm.engine.step_clock import LoopLag, StepClock
 from asyncllm.engine.watchdog import Watchdog
 from asyncllm.host import in_own_thread
 from asyncllm.step_plan import StepPlan
-from asyncllm.types import StepResult
+from asyncllm.types import LaunchedStep, StepResult
 from asyncllm.worker.executor import HostStep
 from asyncllm.worker.packed_step import NO_ROWS
 from asyncllm.worker.ranks.messages import CaptureGraph
@@ -109,7 +108,7 @@ class EngineSteps:
         self._host_seconds["plan"] += time.monotonic() - start
         return plan
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         start = time.monotonic()
         launched = self.worker.launch(plan)
         now = time.monotonic()
@@ -118,7 +117,7 @@ class EngineSteps:
         self._live.scheduler.publish_planned()  # now that the device is at work
         return launched
 
-    async def constrain(self, plan: StepPlan, launched: Launched) -> None:
+    async def constrain(self, plan: StepPlan, launched: LaunchedStep) -> None:
         """Let grammars and processors speak, off the loop, and launch the sampling with it.
 
         Clients get their tokens while masks are filled, which needs no GIL: neither waits for the
@@ -146,7 +145,7 @@ class EngineSteps:
         self._host_seconds["finish"] += time.monotonic() - start
         self._host_seconds["constrain"] += constrained.seconds
 
-    async def end(self, plan: StepPlan, launched: Launched) -> None:
+    async def end(self, plan: StepPlan, launched: LaunchedStep) -> None:
         if plan.needs_host:
             await self.constrain(plan, launched)
         elif isinstance(launched, HostStep):

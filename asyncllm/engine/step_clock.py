@@ -30,7 +30,7 @@ from collections.abc import Callable
 
 from asyncllm.engine.stats import StepRecord
 from asyncllm.step_plan import StepKind, StepPlan
-from asyncllm.worker.executor import LaunchedStep
+from asyncllm.types import LaunchedStep
 
 LAG_INTERVAL_S = 0.05
 SHORTEST = 0.97  # of the quickest of the last NUM_STEPS decode steps

@@ -20,35 +20,19 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from asyncllm.step_plan import StepShape
-from asyncllm.types import StepResult
+from asyncllm.types import DeviceTimes, LaunchedStep, StepResult
 from asyncllm.worker.event_waiter import EventWaiter
 
 Collect = Callable[[], StepResult]
 Work = Callable[[], Collect]
 T = TypeVar("T")
 CLOCK_DRIFT = 1e-4  # the device's clock may be this much slower than the host's
-
-
-@dataclass(slots=True)
-class DeviceTimes:
-    """Seconds of `time.monotonic()`; valid once the step's results are known."""
-
-    started: float = 0.0
-    ended: float = 0.0
-
-
-class LaunchedStep(Protocol):
-    async def wait(self) -> StepResult: ...
-
-    def device_times(self) -> DeviceTimes:
-        """When the device worked on it; after `wait`."""
-        ...
 
 
 # Gives a begun step the rest of its work, which gets what the first part returned: once.

@@ -24,11 +24,11 @@ from asyncllm.models.base import CausalLM
 from asyncllm.models.parallel.mesh import ALONE, Mesh
 from asyncllm.models.registry import settle
 from asyncllm.step_plan import StepPlan
-from asyncllm.types import StepCost
+from asyncllm.types import LaunchedStep, StepCost
 from asyncllm.worker import step_captures
 from asyncllm.worker.adapters import AdapterStore
 from asyncllm.worker.device_state import DeviceState
-from asyncllm.worker.executor import LaunchedStep, StreamExecutor
+from asyncllm.worker.executor import StreamExecutor
 from asyncllm.worker.kernel_prewarm import KernelPrewarm, prewarm_slots
 from asyncllm.worker.kernels import (
     SlotKernels,

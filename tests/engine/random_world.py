@@ -23,12 +23,13 @@ from asyncllm.engine import scheduler as scheduler_module
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.constraints import constrain
-from asyncllm.engine.pipeline import Launched, run_ahead, run_staged, run_synchronous
+from asyncllm.engine.pipeline import run_ahead, run_staged, run_synchronous
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.state_pool import StatePool
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import (
     PADDING_SLOT,
+    LaunchedStep,
     Request,
     Sequence,
     SequenceStatus,
@@ -165,14 +166,14 @@ class World:
     def launch(self, plan: StepPlan) -> FakeLaunched:
         return self.device.launch(plan)
 
-    async def end(self, plan: StepPlan, launched: Launched) -> None:
+    async def end(self, plan: StepPlan, launched: LaunchedStep) -> None:
         assert isinstance(launched, FakeLaunched)
         if plan.needs_host:
             await self.constrain(plan, launched)
         elif self.num_sets > 1:
             launched.sample(np.zeros(0, np.int32))
 
-    async def constrain(self, plan: StepPlan, launched: Launched) -> None:
+    async def constrain(self, plan: StepPlan, launched: LaunchedStep) -> None:
         for _ in range(self.rng.randint(0, 2)):  # clients come and go meanwhile
             await asyncio.sleep(0)
         assert isinstance(launched, FakeLaunched)
