@@ -7,7 +7,6 @@ pickled checkpoint (.bin) is never opened, because reading one runs its code.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Set
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.hub.files import INDEX_FILE, SINGLE_FILE
 
 MAX_LISTED_KEYS = 5
-LAYER_NAME = re.compile(r"model\.layers\.(\d{1,9})\.")
 LENGTH_BYTES = 8  # a file begins with its header's length
 
 
@@ -46,10 +44,6 @@ class Checkpoint:
     def names(self) -> Set[str]:
         return self._files.keys()
 
-    @property
-    def num_files(self) -> int:
-        return len(self._handles)
-
     def file(self, name: str) -> Path:
         """The file that holds a tensor, or should."""
         return self._files.get(name, self.source)
@@ -69,16 +63,6 @@ class Checkpoint:
     def read(self, name: str) -> torch.Tensor:
         """The tensor on the CPU, mapped: its bytes are read from the file when they are used."""
         return self._handles[self._files[name]].get_tensor(name)
-
-
-def num_stored_layers(folder: Path) -> int:
-    """Counted by tensor names; 0 where the folder has no checkpoint that can be read."""
-    try:
-        names = Checkpoint(folder).names
-    except ModelLoadError:  # raised again where the weights are asked for
-        return 0
-    indices = [int(found[1]) for name in names if (found := LAYER_NAME.match(name))]
-    return max(indices, default=-1) + 1
 
 
 def list_keys(names: Collection[str]) -> str:

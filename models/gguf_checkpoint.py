@@ -42,8 +42,6 @@ F32, F16 = 0, 1
 class GGUFCheckpoint:
     """As much of a `Checkpoint` as reading takes. Raises `ModelLoadError` naming the file."""
 
-    num_files = 1
-
     def __init__(self, file: Path) -> None:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
         from gguf.quants import dequantize

@@ -7,9 +7,7 @@ weight_stream.py where its bytes go as they are, else from the mapped file, conv
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
 import torch
@@ -43,42 +41,37 @@ class ProgressBar(tqdm):
     monitor_interval = 0
 
 
-@dataclass(frozen=True, slots=True)
-class LoadSummary:
-    """`bytes` are the weights' on the device; dummy weights come from 0 files."""
-
-    bytes: int
-    files: int
-    seconds: float
-
-
 def load_weights(
     model: CausalLM, folder: Path, load_format: LoadFormat, seed: int, progress: bool
-) -> LoadSummary:
+) -> None:
     """Fill every weight of `model`; "auto" and "safetensors" are the same.
 
-    seed: of the dummy weights. progress: show a bar where loading takes more than two seconds.
+    seed: for dummy weights. progress: show a bar if loading takes longer than two seconds.
     Raises `ModelLoadError` naming file and key.
     """
-    start = time.perf_counter()
     loads = list(model.loads())
     if load_format == "dummy":
-        num_files = 0
         _fill_dummy(loads, seed)
     else:
         checkpoint = open_checkpoint(folder)
-        num_files = checkpoint.num_files
         _check(checkpoint, loads, model.aliases)
         _copy(checkpoint, loads, progress)
     model.finish_loading()
-    num_bytes = sum(load.num_bytes for load in loads)
-    return LoadSummary(num_bytes, num_files, time.perf_counter() - start)
 
 
 def open_checkpoint(folder: Path) -> AnyCheckpoint:
     """Raises `ModelLoadError` naming the file."""
     file = folder / LINK
     return GGUFCheckpoint(file) if file.is_file() else Checkpoint(folder)
+
+
+def stored_names(folder: Path) -> Set[str]:
+    """Names of all tensors; none if there is no readable checkpoint, which `load_weights`
+    raises."""
+    try:
+        return open_checkpoint(folder).names
+    except ModelLoadError:
+        return frozenset()
 
 
 def _copy(checkpoint: AnyCheckpoint, loads: Sequence[Load], progress: bool) -> None:

@@ -182,10 +182,6 @@ class Fusion:
         return self._proved[key]
 
 
-def has_projections(module: nn.Module) -> bool:
-    return any(all(hasattr(module, name) for name in names) for names in QKV_NAMES)
-
-
 def _kind(module: nn.Module) -> Iterator[Hashable]:
     for name, child in module.named_modules():
         yield name, type(child).__module__, type(child).__qualname__

@@ -54,6 +54,17 @@ class Keys:
             raise self.error(key, "must be a positive integer, or -1 for whole rows")
         return value
 
+    def block(self, key: str) -> tuple[int, int] | None:
+        """Rows and columns of a block; None where the key is missing."""
+        block = self.get(key)
+        if block is None:
+            return None
+        if not isinstance(block, list) or not all(type(n) is int and n > 0 for n in block):
+            raise self.error(key, "must be two positive integers")
+        if len(block) != 2:
+            raise self.error(key, "must be two integers")
+        return block[0], block[1]
+
     def names(self, *keys: str) -> list[str]:
         """The lists under these keys, joined."""
         found: list[str] = []

@@ -115,8 +115,7 @@ class QuantizedLinearMethod:
         scheme, rows, columns = self.scheme, shape.out_features, shape.num_columns
         self._check_columns(shape)
         groups = scheme.num_groups(columns)
-        # A scale for a whole row is multiplied to sums; those of groups to weights, in their dtype.
-        scale_dtype = torch.float32 if scheme.group is None or scheme.kind == "fp8" else self.dtype
+        scale_dtype = scheme.scale_dtype(self.dtype)
         sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "weight": ((rows, columns * scheme.bits // 8), scheme.dtype),
             "scale": ((rows, groups), scale_dtype),

@@ -65,7 +65,8 @@ class Scheme:
         return {"fp8": FP8, "int8": torch.int8}.get(self.kind, torch.uint8)
 
     def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """In a model of this dtype. What is multiplied to sums is float32; e4m3's scales are."""
+        """The dtype of `scale` in a model of this dtype. A scale of a whole row multiplies sums, in
+        float32, as all scales of e4m3 do; one of a group multiplies weights, in their dtype."""
         if self.has_exponents:
             return torch.uint8
         return torch.float32 if self.group is None or self.kind == "fp8" else dtype
