@@ -186,7 +186,7 @@ class BeamSearchClient:
     def _beam_request(self, place: int, beam: Beam) -> Request:
         search = self._request
         request = Request(
-            request_id=f"{search.request_id}\0beam {place}",  # no client can use such an id
+            request_id=f"{search.request_id}\0beam {place}",  # no client uses such an id
             prompt=None,
             prompt_token_ids=search.prompt_token_ids,
             sampling_params=self._params if beam.num_tokens else self._first_params,

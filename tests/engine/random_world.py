@@ -159,8 +159,8 @@ class World:
             num_waited = sum(len(request.prompt_token_ids) for request in self.requests)
             # Of those with a new slot some were running: their slots are rewritten.
             counts = range(num_decodes + num_jumped, len(plan.decodes) + num_jumped + 1)
-            rooms = [self.chunk.room(count, num_waited, [num_waited]) for count in counts]
-            assert num_prompt_tokens <= max(room.num_tokens + room.to_end for room in rooms)
+            budgets = [self.chunk.budget(count, num_waited, [num_waited]) for count in counts]
+            assert num_prompt_tokens <= max(each.num_tokens + each.to_end for each in budgets)
             self.seen["chunk beside decodes"] += num_prompt_tokens == self.chunk.chunk_tokens
 
     def launch(self, plan: StepPlan) -> FakeLaunched:
