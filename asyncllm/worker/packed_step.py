@@ -99,7 +99,7 @@ NO_CHANGES = SlotChanges()
 
 
 @dataclass(frozen=True, slots=True)
-class PromptLogprobs:
+class PromptLogprobsRow:
     """A prefill row with prompt logprobs. Its targets are the prompt tokens after its tokens."""
 
     seq_id: int
@@ -134,7 +134,7 @@ class PackedStep(NamedTuple):
     features: int = NO_FEATURE  # of all rows that sample
     extras: SamplingExtras[np.ndarray] = NO_EXTRAS
     num_top_logprobs: int | None = None  # the largest of all rows; None: no row has logprobs
-    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobsRow, ...] = ()
     needs_host: bool = False  # sampling is launched later, when the tokens before are known
     adapters: bool = False  # some row has a LoRA adapter
 
