@@ -282,9 +282,16 @@ class EngineCore:
     # --- lost ranks --------------------------------------------------------------------------
 
     def _watch_ranks(self) -> None:
-        if (group := self.worker.group) is not None:
-            loop = asyncio.get_running_loop()
-            group.on_failure(lambda why: loop.call_soon_threadsafe(self._lose_rank, why))
+        group, loop = self.worker.group, asyncio.get_running_loop()
+
+        def lose(reason: str) -> None:
+            if (
+                group is self.worker.group
+            ):  # a step may have failed first, and the group is replaced
+                self._lose_rank(reason)
+
+        if group is not None:
+            group.on_failure(lambda why: loop.call_soon_threadsafe(lose, why))
 
     def _lose_rank(self, reason: str) -> None:
         """A rank is lost, and with it its shard of all pages: end all requests, then restart."""

@@ -10,16 +10,19 @@ import importlib.util
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from asyncllm.attention.state_cache import StateBackend, StateCache, TorchStates
+from asyncllm.config import EngineConfig
 from asyncllm.graphs.captured_times import captured_seconds
 from asyncllm.kernels.gemm.cublas_lt import CublasLt
 from asyncllm.kernels.gemm.gemm_autotune import Agree, AutotunedGemm, GemmCache
 from asyncllm.models.layers.lora import AddLoRA, add_lora_torch
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.torch_ops import TorchOps
+from asyncllm.models.parallel.collectives import CollectiveMesh
 from asyncllm.models.parallel.mesh import Mesh
 from asyncllm.worker.device_state import (
     DeviceState,
@@ -130,6 +133,15 @@ def first_of_stage(mesh: Mesh, device: torch.device, ours: bytes) -> bytes:
     if mesh.config.place > 0:
         numbers.zero_()
     return bytes(mesh.reduce(numbers).tolist())
+
+
+def make_mesh(config: EngineConfig, store: Any, host: str) -> CollectiveMesh:
+    """`host`: the address at which other ranks reach this one. Waits for all of them."""
+    device = torch.device(config.device)
+    row_size = None
+    if has_fast_ops(device, getattr(torch, config.dtype)):
+        row_size = getattr(config.model.hf_config, "hidden_size", None)
+    return CollectiveMesh(config.mesh, store, host, device, row_size)
 
 
 def share_tokens(sample: SampleSlots, mesh: Mesh) -> SampleSlots:

@@ -103,7 +103,7 @@ class Attention:
             self._normalise_each(qkv)
         heads = qkv.unflatten(-1, (-1, self.layer.head_dim))  # [T, all heads, head_dim]
         out = Normed(mixer.attend(self.layer, heads, rotation))
-        return self.o_proj.with_epilogue(out, end)
+        return self.o_proj.add(out, end)
 
     def _normalise(self, qkv: torch.Tensor) -> None:
         """q and k over all their heads, in place."""

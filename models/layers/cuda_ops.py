@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from asyncllm.kernels.all_reduce import RowSums
 from asyncllm.kernels.experts import kernel as experts_kernel
 from asyncllm.kernels.gemm.gemm_autotune import AutotunedGemm
 from asyncllm.kernels.gemv.kernel import gemv, gemv_add_norm
@@ -75,10 +76,16 @@ class CudaOps:
         chosen = route_kernel.route if takes else torch_ops.route
         return chosen(logits, correction, routing)
 
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> Normed:
+    def add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        norm: Norm,
+        sums: RowSums | None = None,
+    ) -> Normed:
         if norm.in_bytes is not None and len(x) > MOST_IN_16_BITS[norm.in_bytes]:
-            return Normed(x, in_bytes=add_rms_norm_in_bytes(x, residual, norm))
-        add_rms_norm(x, residual, norm)
+            return Normed(x, in_bytes=add_rms_norm_in_bytes(x, residual, norm, sums))
+        add_rms_norm(x, residual, norm, sums)
         return Normed(x)
 
     def product(

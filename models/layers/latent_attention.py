@@ -108,7 +108,7 @@ class LatentAttention:
         rotate(q[..., spec.plain_dim :], k_rotated, rotation)
         latent = self._kv_norm(latent.contiguous())
         attend = self._attend_made if self.layer.latent_dim is None else self._attend_latents
-        return self._o.with_epilogue(Normed(attend(q, latent, k_rotated, mixer).flatten(1)), end)
+        return self._o.add(Normed(attend(q, latent, k_rotated, mixer).flatten(1)), end)
 
     def _attend_made(
         self, q: torch.Tensor, latent: torch.Tensor, k_rotated: torch.Tensor, mixer: Mixer

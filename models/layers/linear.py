@@ -24,7 +24,7 @@ from asyncllm.models.layers.linear_method import (
     Shard,
     UnquantizedLinearMethod,
 )
-from asyncllm.models.layers.ops import Epilogue, Normed, Out
+from asyncllm.models.layers.ops import AddRMSNorm, Epilogue, Normed, Out
 
 
 class Linear:
@@ -46,10 +46,10 @@ class Linear:
         columns: slice | None = None,
     ) -> None:
         names = {f"{prefix}.{part}": size for part, size in parts.items()}
-        shard, self._reduce = WHOLE, None
+        shard, self._summing = WHOLE, None
         if build.mesh.config.tp > 1 and columns is not None:
             shard = Shard(columns=columns, has_bias=build.mesh.config.place == 0)
-            self._reduce = build.mesh.reduce
+            self._summing = build.mesh
         elif build.mesh.config.tp > 1 and rows is not None:
             shard = Shard({f"{prefix}.{part}": ranges for part, ranges in rows.items()})
         self._shape = LinearShape(names, in_features, bias, shard)
@@ -91,13 +91,17 @@ class Linear:
     def with_epilogue(self, x: Normed, epilogue: Epilogue[Out]) -> Out:
         """The epilogue of the product, by one kernel where the method has one and nothing comes
         between the two."""
-        if self._reduce is not None:
-            return epilogue.apply(self._ops, self._reduce(self(x)))
         if self._lora is None or not self._lora.is_used:
             fused = self._method.fused(self.weights, x, epilogue)
             if fused is not None:
                 return fused
         return epilogue.apply(self._ops, self(x))
+
+    def add(self, x: Normed, end: AddRMSNorm) -> Normed:
+        """`with_epilogue`, of the sum of all ranks' products where each has some columns."""
+        if self._summing is None:
+            return self.with_epilogue(x, end)
+        return end.apply_to_sum(self._ops, self._summing, self(x))
 
     def loads(self) -> Iterator[Load]:
         for load in self._method.loads(self._shape, self.weights):

@@ -42,7 +42,7 @@ class MLP:
 
     def add(self, x: Normed, end: AddRMSNorm) -> Normed:
         """x [T, hidden_size]. Adds the feed-forward to the end's residual, and returns its norm."""
-        return self.down_proj.with_epilogue(self.gated(x), end)
+        return self.down_proj.add(self.gated(x), end)
 
     def gated(self, x: Normed) -> Normed:
         """[T, hidden_size] -> [T, intermediate_size], what `down_proj` takes."""

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from asyncllm.kernels.all_reduce import RowSums
 from asyncllm.kernels.declaration import RowProduct
 from asyncllm.kernels.gemv.tiles import num_squares
 from asyncllm.models.layers.ops import SILU, Activation, Norm, Normed
@@ -47,7 +48,13 @@ class OneRowOps(TorchOps):
     def swiglu(self, x: torch.Tensor, activation: Activation = SILU) -> torch.Tensor:
         return x.new_empty((len(x), x.shape[1] // 2))
 
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> Normed:
+    def add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        norm: Norm,
+        sums: RowSums | None = None,
+    ) -> Normed:
         return Normed(x)
 
     def product(

@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from asyncllm.kernels.all_reduce import RowSums
 from asyncllm.kernels.records import SILU as SILU
 from asyncllm.kernels.records import Activation as Activation
 from asyncllm.kernels.records import ExpertWeights as ExpertWeights
@@ -23,6 +24,7 @@ from asyncllm.kernels.records import Norm as Norm
 from asyncllm.kernels.records import Normed as Normed
 from asyncllm.kernels.records import Routed as Routed
 from asyncllm.kernels.records import Routing as Routing
+from asyncllm.models.parallel.mesh import Mesh
 
 Out = TypeVar("Out")
 Out_co = TypeVar("Out_co", covariant=True)
@@ -107,8 +109,15 @@ class Ops(FusedProducts, Protocol):
         """The sum of each token's experts by their gates: [T, hidden_size], a new tensor."""
         ...
 
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> Normed:
-        """In place: residual [T, size] += x. Returns the norm of the sum, perhaps in x's memory."""
+    def add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        norm: Norm,
+        sums: RowSums | None = None,
+    ) -> Normed:
+        """In place: residual [T, size] += x. Returns the norm of the sum, perhaps in x's memory.
+        sums: x is this rank's summand of what is added."""
         ...
 
     def product(
@@ -176,6 +185,14 @@ class AddRMSNorm:
     norm: Norm | None
     after: Norm | None = None
     scale: float = 1.0
+
+    def apply_to_sum(self, ops: Ops, mesh: Mesh, product: torch.Tensor) -> Normed:
+        """`apply` to the sum of all ranks' products."""
+        if self.norm is not None and self.after is None and self.scale == 1.0:
+            sums = mesh.row_sums(product)
+            if sums is not None:
+                return ops.add_rms_norm(product, self.residual, self.norm, sums)
+        return self.apply(ops, mesh.reduce(product))
 
     def apply(self, ops: Ops, product: torch.Tensor) -> Normed:
         if self.after is not None:

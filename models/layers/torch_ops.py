@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from asyncllm.attention.heads import inverse_rms, rms_norm
+from asyncllm.kernels.all_reduce import RowSums
 from asyncllm.models.layers.ops import (
     SILU,
     Activation,
@@ -49,7 +50,14 @@ class TorchOps(Ops):
     ) -> torch.Tensor:
         return grouped_experts(x.values, weights, routed, adapters)
 
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> Normed:
+    def add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        norm: Norm,
+        sums: RowSums | None = None,
+    ) -> Normed:
+        assert sums is None, "a mesh has them only where there are CUDA kernels"
         if norm.centered or norm.weight.dtype != x.dtype:
             return Normed(self.rms_norm(residual.add_(x), norm))
         residual32 = residual.add_(x).float()
