@@ -45,9 +45,9 @@ class BlockTable:
     def wanted(
         self, groups: SequenceOf[CacheGroup], hashes: list[bytes], end: int
     ) -> tuple[list[OfGroup], list[bytes], int]:
-        """What `hold` takes for all blocks before `end`: per group, the names of published blocks
-        and the number of pages; then all names, and the number of all pages. hashes: of published
-        blocks. It avoids a call per group, as it delays the first token."""
+        """The arguments of `hold` for all blocks before `end`: per group, the names of published
+        blocks and the number of pages; then all names, and the number of all pages. hashes: of
+        published blocks. It avoids a call per group, as it delays the first token."""
         lists: list[OfGroup] = []
         names: list[bytes] = []
         num_pages = 0

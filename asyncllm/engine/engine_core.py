@@ -285,9 +285,7 @@ class EngineCore:
         group, loop = self.worker.group, asyncio.get_running_loop()
 
         def lose(reason: str) -> None:
-            if (
-                group is self.worker.group
-            ):  # a step may have failed first, and the group is replaced
+            if group is self.worker.group:  # else it is replaced already, after a failed step
                 self._lose_rank(reason)
 
         if group is not None:

@@ -35,7 +35,7 @@ class Percentiles:
 
 @dataclass(slots=True, frozen=True)
 class Latencies:
-    """Of the last minute. `queue`, `e2e`, `time_per_output_token` are of finished requests."""
+    """The last minute's. `queue`, `e2e`, `time_per_output_token` are of finished requests."""
 
     time_to_first_token: Percentiles
     inter_token: Percentiles

@@ -34,7 +34,7 @@ MXFP4_GROUP = 32
 
 
 class Layout(NamedTuple):
-    """What the sources of a group of layers depend on, besides its scheme."""
+    """The facts that the sources of a group of layers depend on, besides its scheme."""
 
     packed: bool
     strategy: str
