@@ -1,7 +1,7 @@
 """The safetensors files of a model folder, as one table of tensors by name.
 
-Opening reads headers only. Tensors are views of the memory-mapped files. Only safetensors: a
-pickled checkpoint (.bin) is never opened, because reading one runs its code.
+Opening reads the headers only. Tensors are views of memory-mapped files. Pickled checkpoints (.bin)
+are never opened, because reading one runs its code.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ LENGTH_BYTES = 8  # a file begins with its header's length
 class Checkpoint:
     """Opens `model.safetensors` or, without it, all shards of `model.safetensors.index.json`.
 
-    Raises `ModelLoadError` naming the file: none there, a shard missing, truncated or corrupt, a
-    key that the index promises and the shard lacks.
+    Raises `ModelLoadError` naming the file if there is none, if a shard is missing, truncated or
+    corrupt, or lacks a key that the index lists.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.source = folder / SINGLE_FILE  # the file to blame for a key that is nowhere
+        self.source = folder / SINGLE_FILE  # the file that errors name for a missing key
         if self.source.is_file():
             self._handles = {self.source: _open(self.source)}
         else:
@@ -45,7 +45,7 @@ class Checkpoint:
         return self._files.keys()
 
     def file(self, name: str) -> Path:
-        """The file that holds a tensor, or should."""
+        """The file of a tensor; for a missing one, the file that should list it."""
         return self._files.get(name, self.source)
 
     def header(self, name: str) -> tuple[list[int], str]:
@@ -54,19 +54,19 @@ class Checkpoint:
         return list(entry.get_shape()), entry.get_dtype()
 
     def place(self, name: str) -> tuple[Path, int]:
-        """The file and the offset of the tensor's first byte in it."""
+        """The file of a tensor, and the offset of its first byte."""
         file = self._files[name]
         if file not in self._offsets:
             self._offsets[file] = _read_offsets(file)
         return file, self._offsets[file][name]
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor on the CPU, mapped: its bytes are read from the file when they are used."""
+        """The tensor, memory-mapped on the CPU: its bytes are read when they are used."""
         return self._handles[self._files[name]].get_tensor(name)
 
 
 def list_keys(names: Collection[str]) -> str:
-    """The first few names in order and how many more there are."""
+    """The first few names, sorted, and the number of the others."""
     listed = ", ".join(sorted(names)[:MAX_LISTED_KEYS])
     more = len(names) - MAX_LISTED_KEYS
     return f"{listed} and {more} more" if more > 0 else listed
@@ -80,7 +80,7 @@ def _open(file: Path) -> Any:
 
 
 def _read_offsets(file: Path) -> dict[str, int]:
-    """Name -> first byte in the file. The library checks the header, but gives no offsets."""
+    """Name -> offset of the first byte. The library checks the header, but has no offsets."""
     with file.open("rb") as opened:
         header_bytes = int.from_bytes(opened.read(LENGTH_BYTES), "little")
         header = json.loads(opened.read(header_bytes))
@@ -97,7 +97,7 @@ def _names(handle: Any) -> set[str]:
 
 
 def _open_shards(index_file: Path) -> dict[Path, Any]:
-    """Every shard that the index names, checked to hold the keys that the index lists for it."""
+    """All shards of the index, after checking that each has the keys that the index lists."""
     keys_by_shard: dict[str, set[str]] = {}
     for name, shard in _read_weight_map(index_file).items():
         keys_by_shard.setdefault(shard, set()).add(name)
