@@ -167,8 +167,10 @@ def sums_of_rank(rank: int, num_ranks: int, port: int) -> None:
         store = open_store(num_ranks, socket.create_server(("127.0.0.1", port)))
     else:
         store = wait_for_store(num_ranks, port)
-    most = all_reduce.MOST_IN_ONE_SHOT, all_reduce.MOST_IN_TWO_SHOTS
-    all_reduce.MOST_IN_ONE_SHOT = all_reduce.MOST_IN_TWO_SHOTS = 2 << 20
+    most = [
+        sizes[num_ranks] for sizes in (all_reduce.MOST_IN_ONE_SHOT, all_reduce.MOST_IN_TWO_SHOTS)
+    ]
+    all_reduce.MOST_IN_ONE_SHOT[num_ranks] = all_reduce.MOST_IN_TWO_SHOTS[num_ranks] = 2 << 20
     mesh = CollectiveMesh(MeshConfig(tp=num_ranks, rank=rank), store, "127.0.0.1", device, SUM_SIZE)
     assert mesh.sums is not None, "the ranks do not reach each other's memory"
     if rank == 0:
@@ -274,7 +276,8 @@ class Devices:
 
 
 def run_job(job: Job, devices: list[int]) -> bool:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
+    visible = ",".join(map(str, devices))
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible, "PYTHONFAULTHANDLER": "1"}
     command = [sys.executable, __file__, *job.arguments]
     start = time.perf_counter()
     process = subprocess.Popen(

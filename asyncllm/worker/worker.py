@@ -227,9 +227,9 @@ class Worker:
         try:
             self._executor.close()  # cannot hang on a lost rank, as the group watches it
         finally:
+            self._captures.clear()  # calls of the mesh among them: before it is closed
             if self.group is not None:
                 self.group.close()
-            self._captures.clear()
             del self.runner, self._captures
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()

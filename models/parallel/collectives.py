@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 from collections import deque
 from datetime import timedelta
 from itertools import count
@@ -177,11 +178,15 @@ class CollectiveMesh:
             group._set_default_timeout(timedelta(seconds=seconds))
 
     def close(self) -> None:
-        """Ends calls that wait, with an error. From any thread."""
+        """Ends calls that wait, with an error. From any thread. NCCL gives its memory back, in a
+        thread, when no graph is left that has calls of it."""
         if self.sums is not None:
             self.sums.end_waiting()
         for group in self._groups:
-            group.abort()
+            if self._device.type == "cpu":
+                group.abort()
+            else:
+                threading.Thread(target=group.abort, name="asyncllm-nccl", daemon=True).start()
 
     @property
     def _groups(self) -> set[Any]:

@@ -15,10 +15,10 @@ from asyncllm.kernels.all_reduce.peer_memory import Exchange, PeerMemory
 
 SETS = 3  # as kernel.py has them
 NUMBER_BYTES = 2
-RANKS = (2, 4, 8)
-# Bytes that a rank sends in one shot, beyond which two shots are taken, or NCCL.
-MOST_IN_ONE_SHOT = 256 << 10
-MOST_IN_TWO_SHOTS = 512 << 10  # of all rows, not of a rank's part
+# Bytes of all rows, above which NCCL is as quick: docs/log/ranks.md.
+MOST_IN_ONE_SHOT = {2: 256 << 10, 4: 128 << 10, 8: 64 << 10}
+MOST_IN_TWO_SHOTS = {2: 0, 4: 2 << 20, 8: 2 << 20}
+RANKS = tuple(MOST_IN_ONE_SHOT)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,12 +44,14 @@ class PeerSums:
         with torch.inference_mode(False):  # it is written to outside of it, too
             self._closed = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         row_bytes = size * NUMBER_BYTES
-        most = {False: MOST_IN_ONE_SHOT // ((num_ranks - 1) * row_bytes)}
-        if num_ranks > 2 and size % num_ranks == 0:
-            most[True] = MOST_IN_TWO_SHOTS // row_bytes
+        most = {False: MOST_IN_ONE_SHOT[num_ranks] // row_bytes}
+        if size % num_ranks == 0:
+            most[True] = MOST_IN_TWO_SHOTS[num_ranks] // row_bytes
         self._memories: list[PeerMemory] = []
         self.forms: list[tuple[int, RowSums]] = []  # and of how many rows at most
         for in_two_shots, max_rows in most.items():
+            if not max_rows:
+                continue
             parts = 2 if in_two_shots else num_ranks
             memory = PeerMemory(rank, max_rows * SETS * parts * row_bytes, device, exchange)
             addresses = [*memory.addresses, self._closed.data_ptr()]
