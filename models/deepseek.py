@@ -12,13 +12,12 @@ from asyncllm.model_config import ModelConfig
 from asyncllm.models.decoder import DecoderSpec, FeedForward
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.experts import Experts, Router
-from asyncllm.models.layers.experts_method import ExpertsShape
 from asyncllm.models.layers.latent_attention import LatentSpec
 from asyncllm.models.layers.mlp import MLP, MLPSpec
 from asyncllm.models.layers.ops import Routing
 from asyncllm.models.layers.rotary import build_rotary
-from asyncllm.models.moe import LOAD, dense_mlp
-from asyncllm.models.supported import activation_of, positive, require, unsupported
+from asyncllm.models.moe import dense_mlp, experts_shape
+from asyncllm.models.supported import positive, require, unsupported
 
 
 def deepseek_v2(config: ModelConfig, build: Build) -> DecoderSpec:
@@ -100,13 +99,8 @@ def shared_experts(
 ) -> Callable[[int, str], FeedForward]:
     """Experts in all layers but the first `first_k_dense_replace`."""
     hf = config.hf_config
-    shape = ExpertsShape(
-        num_experts=positive(config, "n_routed_experts"),
-        hidden_size=hf.hidden_size,
-        size=positive(config, "moe_intermediate_size"),
-        load=LOAD,
-        activation=activation_of(config),
-    )
+    num_experts = positive(config, "n_routed_experts")
+    shape = experts_shape(config, num_experts, positive(config, "moe_intermediate_size"))
     shared_size = shape.size * positive(config, "n_shared_experts")
 
     def feed_forward(index: int, name: str) -> FeedForward:

@@ -1,8 +1,7 @@
-"""The default backend on CUDA: prefills by FlashInfer (FA3 on Hopper, or FA2), decodes by our
+"""The default backend on CUDA: prefills by FlashInfer (FA3 on Hopper, else FA2), decodes by our
 kernels.
 
-decode   per kind of layer: balanced_decode if it supports it, where one kernel does all that
-follows
+decode   by kind of layer: balanced_decode if it supports the layer, one kernel for all that follows
          the projection; else rope_kv_write and paged_decode. They read block tables and positions
          on the device and need no plan, so a captured graph serves all steps.
 prefill  planned on the host for each step and kind of layer (prefill.py), by rotating plans.
