@@ -130,8 +130,9 @@ class OwnRows:
         return cls(range(shape.num_experts)[share.experts], own, columns, share.is_whole)
 
     def among(self, first: int, num_rows: int) -> tuple[torch.Tensor, slice]:
-        """Return the indices of the rank's rows among `num_rows` from `first` on, and their place in
-        the rank's matrix."""
+        """The indices, among `num_rows` rows from `first` on, of those of this rank, and their place
+        in the matrix of the rank."""
+
         ends = torch.tensor([first, first + num_rows])
         start, stop = torch.searchsorted(self.rows, ends).tolist()
         return self.rows[start:stop] - first, slice(start, stop)
