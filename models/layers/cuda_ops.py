@@ -1,4 +1,4 @@
-"""`Ops` by CUDA kernels: ours for one row and for few, else cuBLAS with ours between its GEMMs."""
+"""`Ops` on CUDA: our GEMV for one row, our skinny GEMM for a few rows, cuBLAS for more."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from asyncllm.models.layers.ops import (
 
 
 class CudaOps:
-    """In half precision. `gemm`: of many rows; None: torch's."""
+    """For half precision. gemm: for many rows; None: torch's."""
 
     def __init__(self, device: torch.device, gemm: AutotunedGemm | None = None) -> None:
         self._skinny_gemm = SkinnyGemm(device)
@@ -114,10 +114,10 @@ class CudaOps:
         residual: torch.Tensor,
         norm: Norm,
     ) -> Normed | None:
-        assert x.squares is None, "what is added to a residual comes from no norm"
+        assert x.squares is None, "the input of such a GEMM comes from no norm"
         if x.values.shape[0] == 1:
             return gemv_add_norm(x.values, weight, bias, residual, norm)
-        # It reads the norm's weight in the model's dtype.
+        # The kernel reads the norm's weight in the model's dtype.
         is_plain = norm.weight.dtype == residual.dtype
         if is_plain and self._skinny_gemm.takes_sum(x.values, weight):
             return self._skinny_gemm.add_linear(x.values, weight, bias, residual, norm)

@@ -30,7 +30,7 @@ from asyncllm.worker.packed_step import (
     NO_CHANGES,
     NO_EXTRAS,
     PackedStep,
-    PromptLogprobs,
+    PromptLogprobsRow,
     SamplingExtras,
     SlotChanges,
 )
@@ -147,7 +147,7 @@ def decode_step(content: list[Any]) -> PackedStep:
         changes=NO_CHANGES if changes is None else SlotChanges(*map(_array_or_none, changes)),
         features=features,
         extras=extras,
-        prompt_logprobs=tuple(PromptLogprobs(0, *row) for row in logprobs),
+        prompt_logprobs=tuple(PromptLogprobsRow(0, *row) for row in logprobs),
         needs_host=needs_host,
         adapters=adapters,
     )
