@@ -171,7 +171,7 @@ class VllmFlag:
         return ANY in self.accepted or value in self.accepted
 
     def about(self) -> str:
-        """What becomes of it, in a line."""
+        """Say what becomes of it, in a line."""
         values = "" if ANY in self.accepted else ", ".join(self.accepted)
         only = f" ({values})" if self.status == "accepted" else f", but for {values}"
         return f"--{self.name}: vLLM's; {self.status}{only if values else ''}: {self.why}"
