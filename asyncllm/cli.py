@@ -134,7 +134,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "model_tag",
         nargs="?",
         metavar="MODEL",
-        help="folder, ORG/NAME[@REVISION] on the hub, or built-in name",
+        help="folder, GGUF file, ORG/NAME[@REVISION] on the hub, or built-in name",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML of flags; the command line wins")
 

@@ -105,7 +105,7 @@ class EngineConfig:
 class EngineArgs:
     """The engine's flags."""
 
-    model: str = flag("tiny", "folder, ORG/NAME[@REVISION] on the hub, or the built-in 'tiny'")
+    model: str = flag("tiny", "folder, GGUF file, ORG/NAME[@REVISION] on the hub, or built-in name")
     tokenizer: str | None = flag(None, "folder or ORG/NAME[@REVISION], default: the model's")
     revision: str | None = flag(None, "the model's branch, tag or commit on the hub, default: main")
     download_dir: str | None = flag(None, "where models of the hub are kept, default: its cache")
@@ -122,7 +122,7 @@ class EngineArgs:
     )
     seed: int = flag(0, "for requests without a seed of their own")
     max_model_len: int | None = flag(
-        None, "context window in tokens, default: what model and KV allow", least=1
+        None, "context window in tokens, default: what model and KV allow", least=2
     )
     block_size: int = flag(16, "tokens per KV page", least=1)
     kv_cache_dtype: KVCacheDType = flag(

@@ -25,6 +25,7 @@ class Graph(Protocol):
     def capture_end(self) -> None: ...
     def replay(self) -> None: ...
     def pool(self) -> Any: ...
+    def reset(self) -> None: ...
 
 
 class Recorded(NamedTuple):
@@ -54,11 +55,18 @@ class GraphPool:
         self._clear = clear
         self._before_capture = before_capture
         self._pool: Any = None
+        self._graphs: list[Graph] = []
 
     def record(self, run: Callable[[], Outputs]) -> Recorded:
         """Capture `run` in one graph. Every replay writes its outputs again."""
         (graph,), outputs = self.record_pieces(lambda cut: run())
         return Recorded(graph, tuple(map(weak_alias, outputs)))
+
+    def reset(self) -> None:
+        """Destroy all graphs, whoever still refers to one: none is replayed any more."""
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
 
     def record_pieces(self, run: Callable[[Callable[[], None]], T]) -> tuple[list[Graph], T]:
         """Capture `run` in several graphs: `run` calls its argument where one ends and the next
@@ -78,6 +86,7 @@ class GraphPool:
             # thread_local: threads of other engines may allocate pinned memory meanwhile.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             graphs.append(graph)
+            self._graphs.append(graph)
 
         def end() -> None:
             nonlocal pool

@@ -106,10 +106,10 @@ async def killed_rank(layout: str) -> tuple[bool, str]:
     """Its requests end with an error, and the engine serves again."""
     async with AsyncLLMEngine("tiny", **ROOMY | LAYOUTS[layout]) as engine:
         params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
-        stream = asyncio.ensure_future(collect(engine, params))
-        await asyncio.sleep(0.3)
-        victim = children()[-1]
-        os.kill(victim, signal.SIGKILL)
+        begun = asyncio.Event()
+        stream = asyncio.ensure_future(collect(engine, params, begun))
+        await begun.wait()
+        os.kill(children()[-1], signal.SIGKILL)
         killed = time.perf_counter()
         try:
             await asyncio.wait_for(stream, 30)
@@ -128,18 +128,19 @@ async def killed_rank(layout: str) -> tuple[bool, str]:
     return not children(), f"{said}; serves again after {took:.1f} s: {output.outputs[0].text!r}"
 
 
-async def collect(engine: AsyncLLMEngine, params: SamplingParams) -> None:
+async def collect(engine: AsyncLLMEngine, params: SamplingParams, begun: asyncio.Event) -> None:
     async for _ in engine.generate("Once upon a time", params):
-        pass
+        begun.set()
 
 
 def children() -> list[int]:
-    """Processes that this one has started."""
+    """The processes of ranks that this one has started."""
     found = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
-            fields = status.read_text().rpartition(")")[2].split()
-            if int(fields[1]) == os.getpid() and fields[0] != "Z":
+            parent = int(status.read_text().rpartition(")")[2].split()[1])
+            command = status.with_name("cmdline").read_bytes()
+            if parent == os.getpid() and b"follower" in command:
                 found.append(int(status.parent.name))
     return sorted(found)
 
@@ -343,7 +344,8 @@ def run_sums(num_ranks: int) -> int:
 def run_layout(args: argparse.Namespace) -> int:
     flags = {"gpu_memory_utilization": args.memory, **LAYOUTS[args.run_layout]}
     for row in time_http(args.model[0], args.http.split(","), None, flags):
-        print(json.dumps(row)[:1500], flush=True)
+        row["result"].pop("conditions", None)
+        print(json.dumps(row), flush=True)
     return 0
 
 

@@ -238,7 +238,8 @@ class InputProcessor:
             )
         for name in ("logprobs", "prompt_logprobs"):
             if (asked := getattr(params, name)) is not None:
-                require(asked <= self._max_logprobs, name, asked, f"at most {self._max_logprobs}")
+                most = f"at most {self._max_logprobs} (-1 asks for {self._vocab_size})"
+                require(asked <= self._max_logprobs, name, asked, most)
         if params.prompt_logprobs is not None:
             check_prompt_logprobs(params.prompt_logprobs, num_prompt)
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):

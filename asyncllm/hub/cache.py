@@ -85,12 +85,15 @@ def find_snapshot(cache: Path, repo: Repo) -> Path | None:
 
 
 def cached_repos(cache: Path) -> Iterator[Repo]:
-    """All models and named revisions in the cache, in order."""
+    """All models and named revisions in the cache, in order, also those whose first download was not
+    completed."""
     for storage in sorted(cache.glob("models--*--*")):
         repo = Repo.parse(storage.name.removeprefix("models--").replace("--", "/", 1))
         if repo is None:
             continue
         refs = [file for file in sorted((storage / "refs").rglob("*")) if file.is_file()]
+        if not refs and any(storage.glob("*.unverified")):
+            yield repo
         for ref in refs:
             revision = ref.relative_to(storage / "refs").as_posix()
             if _REVISION.fullmatch(revision):

@@ -75,6 +75,7 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
     if args.otlp_traces_endpoint is not None:
         _add_tracing(app, service, args.otlp_traces_endpoint)
     app[METRICS] = Metrics(engine, service.model_names[0], args.metrics_prefix)
+    app.on_response_prepare.append(app[METRICS].count_response)
     app[DOCUMENT] = Document(routes, bool(args.keys()), args.root_path)
     for prefix in prefixes:
         app.add_routes(

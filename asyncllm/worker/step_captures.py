@@ -31,6 +31,8 @@ from asyncllm.worker.staged_runner import StagedRunner
 
 logger = logging.getLogger("asyncllm")
 
+ROOM_BYTES = 256 << 20  # for the kernels of a capture's steps, too, and what NCCL adds
+
 
 def persistent_step(
     runner: ModelRunner, model: CausalLM, cache: KVCache, launch: Launch | None
@@ -72,14 +74,18 @@ class StepCaptures:
         config: EngineConfig,
         runner: ModelRunner,
         before_capture: Callable[[], None],
+        agree: Callable[[int], int],
         *,
         progress: bool,
     ) -> None:
-        """before_capture: as for `GraphPool`."""
+        """before_capture: as for `GraphPool`. agree: the minimum of a number over all ranks."""
         self._config = config
         self._runner = runner
+        self._agree = agree
         self._progress = progress
         self._pool = GraphPool(clear=runner.inputs.clear, before_capture=before_capture)
+        # Resampling reads the logits of a step's graph, so it must not share that graph's memory.
+        self._resampling_pool = GraphPool()
         self._pending: deque[Callable[[], None]] = deque()  # captures left for idle times
 
     def __len__(self) -> int:
@@ -98,6 +104,8 @@ class StepCaptures:
         hidden = torch.zeros(max(sizes[-1], most_rows), hidden_size, dtype=dtype, device=device)
         graphs = runner.mixed.make_graphs(hidden, config.max_num_seqs, self._pool)
         self._capture(graphs.capture, sizes, "prefill")
+        if config.mesh.stage > 0:  # which has no logits
+            return
         for size in first_sizes(config.cuda_graph_sizes):
             runner.mixed.capture_sampling(size, self._pool)
 
@@ -111,8 +119,6 @@ class StepCaptures:
         with_adapters = decode = DecodeGraphs(step, slots, self._pool, persistent)
         if runner.lora is not None:
             with_adapters = DecodeGraphs(partial(step, adapters=True), slots, self._pool)
-        # Resampling reads the logits of a step's graph, so it must not share that graph's memory.
-        pool = GraphPool()
         masked: SizedGraphs[Recorded] = SizedGraphs()
 
         def capture(size: int) -> None:
@@ -127,7 +133,7 @@ class StepCaptures:
                 logits = runner.capture_last(size, self._pool, adapters=False)
             if logits is not None:
                 resample = partial(runner.resample, logits, slots[:size])
-                masked.add(size, pool.record(lambda: (resample(),)))
+                masked.add(size, self._resampling_pool.record(lambda: (resample(),)))
 
         self._capture(capture, sizes, "decode")
         runner.inputs.capture_changes(self._pool)
@@ -135,7 +141,16 @@ class StepCaptures:
         runner.adapter_graphs = with_adapters
 
     def capture_one(self) -> None:
-        """Do one of the captures left for idle times. Blocks for 10 to 20 ms."""
+        """Do one of the captures left for idle times. Blocks for 10 to 20 ms.
+
+        All ranks do it, because their steps must be padded to the same sizes. If one of them has no
+        room left, none captures any more.
+        """
+        device = self._runner.inputs.token_ids.device
+        if self._config.mesh.size > 1 and self._agree(int(has_room(device))) == 0:
+            logger.warning("a rank has no memory for %d more graphs", len(self._pending))
+            self._pending.clear()
+            return
         try:
             self._pending.popleft()()  # removed even if it raises, so not tried again
         except torch.cuda.OutOfMemoryError as error:  # the next larger graph serves as well
@@ -143,8 +158,11 @@ class StepCaptures:
             self._pending.clear()
 
     def clear(self) -> None:
-        """Drop all graphs, which refer to the runner's methods."""
+        """Destroy all graphs, also those that a step still refers to: NCCL keeps its memory while a
+        graph has calls of it."""
         self._pending.clear()
+        self._pool.reset()
+        self._resampling_pool.reset()
         runner = self._runner
         runner.graphs = runner.adapter_graphs = runner.mixed.graphs = None
         runner.masked_graphs, runner.mixed.sample_graphs = SizedGraphs(), SizedGraphs()
@@ -152,17 +170,19 @@ class StepCaptures:
             runner.last_graphs.clear()
 
     def _capture(self, capture: Callable[[int], None], sizes: tuple[int, ...], name: str) -> None:
-        """Capture some sizes now, largest first, and the others in idle times. With several ranks
-        all are captured now: if one rank ran out of memory later, it would pad steps to another
-        size than the others."""
-        is_alone = self._config.mesh.size == 1
+        """Capture some sizes now, largest first, and the others in idle times."""
         for size in ProgressBar(
-            first_sizes(sizes) if is_alone else sorted(sizes, reverse=True),
+            first_sizes(sizes),
             desc=f"capturing {name} graphs",
             disable=not self._progress,
             leave=False,
             delay=DELAY_S,
         ):
             capture(size)
-        if is_alone:
-            self._pending.extend(partial(capture, size) for size in later_sizes(sizes))
+        self._pending.extend(partial(capture, size) for size in later_sizes(sizes))
+
+
+def has_room(device: torch.device) -> bool:
+    """Whether this rank has memory for one more graph. It must say so before a capture, in which
+    the other ranks would wait for it."""
+    return device.type != "cuda" or torch.cuda.mem_get_info(device)[0] >= ROOM_BYTES

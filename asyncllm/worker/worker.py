@@ -154,7 +154,9 @@ class Worker:
         self.work = self.runner.work
         with self._phase("warm_up"), self._executor.between_steps():
             self._warm_up(state, kernels, early)
-        self._captures = StepCaptures(config, self.runner, ops.before_capture, progress=progress)
+        self._captures = StepCaptures(
+            config, self.runner, ops.before_capture, self._mesh.least, progress=progress
+        )
         if attention.supports_graphs and not config.enforce_eager and self._can_capture(model):
             self._capture(model, cache, loading)
         self.step_cost: StepCost | None = None  # None on a CPU, where chunks do not matter
@@ -200,13 +202,15 @@ class Worker:
 
     @torch.inference_mode()
     def command(self, command: WorkerCommand) -> None:
-        """Execute a command after all steps launched so far."""
+        """Execute a command after all steps launched so far, on all ranks."""
         match command:
             case ClearPages(page_ids):
                 if self.group is not None:
                     self.group.send(Kind.CLEAR_PAGES, page_ids)
                 self.runner.clear_pages(page_ids)
             case CaptureGraph():
+                if self.group is not None:
+                    self.group.send(Kind.CAPTURE_GRAPH)
                 with self._executor.between_steps():
                     self._captures.capture_one()
 

@@ -28,6 +28,7 @@ _c10d: Any = distributed  # whose stubs lack much of it
 # Of one call. Whoever supervises the ranks ends those that are late, and so the others' calls; that
 # this has passed says that nobody does.
 TIMEOUT = timedelta(hours=1)
+CLOSE_SECONDS = 5.0
 
 
 def open_store(num_ranks: int, listener: socket.socket) -> Any:
@@ -79,6 +80,7 @@ class CollectiveMesh:
         if config.pp > 1 and device.type == "cuda":
             odd = _c10d.PrefixStore("odd stages", store)
             self._odd = make(odd, config.rank, config.size, host)
+        self._closing: threading.Thread | None = None
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
         self.least(0)  # NCCL connects at the first call, which must not be a captured one
         self.sums = None if row_size is None else self._share_memory(store, row_size)
@@ -178,15 +180,22 @@ class CollectiveMesh:
             group._set_default_timeout(timedelta(seconds=seconds))
 
     def close(self) -> None:
-        """Ends calls that wait, with an error. From any thread. NCCL gives its memory back, in a
-        thread, when no graph is left that has calls of it."""
+        """Ends calls that wait, with an error. From any thread."""
         if self.sums is not None:
             self.sums.end_waiting()
+        # NCCL's returns when no graph is left that has calls of it.
+        self._closing = threading.Thread(target=self._abort, name="asyncllm-mesh", daemon=True)
+        self._closing.start()
+
+    def _abort(self) -> None:
         for group in self._groups:
-            if self._device.type == "cpu":
-                group.abort()
-            else:
-                threading.Thread(target=group.abort, name="asyncllm-nccl", daemon=True).start()
+            group.abort()
+
+    def wait_closed(self) -> None:
+        """After `close`, and when captured graphs are gone: until threads have ended and memory is
+        given back, or for CLOSE_SECONDS."""
+        if self._closing is not None:
+            self._closing.join(CLOSE_SECONDS)
 
     @property
     def _groups(self) -> set[Any]:

@@ -130,8 +130,8 @@ class OwnRows:
         return cls(range(shape.num_experts)[share.experts], own, columns, share.is_whole)
 
     def among(self, first: int, num_rows: int) -> tuple[torch.Tensor, slice]:
-        """Of `num_rows` rows from `first` on, the indices of the rank's rows, and their place in
-        the rank's matrix."""
+        """This rank's share of the `num_rows` rows from `first` on: their indices among these, and
+        their place in the matrix of the rank."""
         ends = torch.tensor([first, first + num_rows])
         start, stop = torch.searchsorted(self.rows, ends).tolist()
         return self.rows[start:stop] - first, slice(start, stop)

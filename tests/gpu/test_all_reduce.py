@@ -27,7 +27,7 @@ SECONDS = 120
 
 
 class SharedRanks:
-    """What `PeerSums` makes, in memory of one host that forked processes share."""
+    """The sums of `PeerSums`, in memory that forked processes share."""
 
     def __init__(self, num_ranks: int, size: int, *, in_two_shots: bool) -> None:
         parts = 2 if in_two_shots else num_ranks

@@ -15,15 +15,15 @@ from asyncllm.kernels.all_reduce.peer_memory import Exchange, PeerMemory
 
 SETS = 3  # as kernel.py has them
 NUMBER_BYTES = 2
-# Bytes of all rows, above which NCCL is as quick: docs/log/ranks.md.
+# Bytes of all rows. With more, calls that follow each other took hundreds of us: docs/log/ranks.md.
 MOST_IN_ONE_SHOT = {2: 256 << 10, 4: 128 << 10, 8: 64 << 10}
-MOST_IN_TWO_SHOTS = {2: 0, 4: 2 << 20, 8: 2 << 20}
+MOST_IN_TWO_SHOTS = {2: 0, 4: 256 << 10, 8: 256 << 10}
 RANKS = tuple(MOST_IN_ONE_SHOT)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowSums:
-    """What the kernels take for a sum. peers: int64 addresses of each rank's memory, then that of
+    """Arguments of a kernel that sums. peers: int64 addresses of each rank's memory, then that of
     the word that ends the waiting; calls: int32 [rows], the set that each row's next call takes."""
 
     peers: torch.Tensor

@@ -58,9 +58,7 @@ def _norm_kernel(
     row = tl.program_id(0)
     at = row.to(tl.int64) * SIZE + column
     if RANKS > 1:
-        x = sum_of_ranks(
-            x_ptr, peers_ptr, calls_ptr, row, rank, SIZE, BLOCK, RANKS, TWO_SHOTS, ON_GPU=PDL
-        )  # fmt: skip
+        x = sum_of_ranks(x_ptr, peers_ptr, calls_ptr, row, rank, SIZE, BLOCK, RANKS, TWO_SHOTS)
     else:
         x = tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
     if ADD:

@@ -33,6 +33,7 @@ from asyncllm.worker.adapters import AdapterStore
 from asyncllm.worker.kernels import make_mesh
 from asyncllm.worker.ranks.connection import READ_BYTES
 from asyncllm.worker.ranks.messages import (
+    CaptureGraph,
     ClearPages,
     Kind,
     Message,
@@ -109,6 +110,8 @@ class Follower:
                 self._begun.popleft()(is_masked)
             case (Kind.CLEAR_PAGES, page_ids):
                 worker.command(ClearPages(page_ids))
+            case (Kind.CAPTURE_GRAPH,):
+                worker.command(CaptureGraph())
             case (Kind.READ_ADAPTER, str(folder), int(place)):
                 assert worker.adapters is not None
                 self._adapters_thread.submit(

@@ -187,8 +187,10 @@ class WorkerGroup:
         self._thread.close()  # their connections: they end by that
         for ranks in self._ranks:
             ranks.close()
-        if self._mesh is not None and is_whole:
-            self._mesh.close()
+        if self._mesh is not None:
+            if is_whole:
+                self._mesh.close()
+            self._mesh.wait_closed()
 
     # --- in the thread -----------------------------------------------------------------------
 
