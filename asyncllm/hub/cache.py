@@ -85,8 +85,7 @@ def find_snapshot(cache: Path, repo: Repo) -> Path | None:
 
 
 def cached_repos(cache: Path) -> Iterator[Repo]:
-    """All models and named revisions in the cache, in order, also those whose first download was not
-    completed."""
+    """All models and named revisions in the cache, in order, including incomplete downloads."""
     for storage in sorted(cache.glob("models--*--*")):
         repo = Repo.parse(storage.name.removeprefix("models--").replace("--", "/", 1))
         if repo is None:
