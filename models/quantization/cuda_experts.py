@@ -14,14 +14,14 @@ from asyncllm.models.layers.linear_method import Weights
 from asyncllm.models.layers.ops import Normed, Routed
 from asyncllm.models.layers.torch_ops import grouped_experts
 from asyncllm.models.quantization.cpu_experts import PRODUCTS, dequantized
-from asyncllm.models.quantization.cuda_kernel import CudaKernel, takes_groups
+from asyncllm.models.quantization.cuda_kernel import CudaQuantKernel, takes_groups
 from asyncllm.models.quantization.scheme import Scheme
 
 
 class CudaExperts:
     columns_multiple = CHUNK
 
-    def __init__(self, kernel: CudaKernel) -> None:
+    def __init__(self, kernel: CudaQuantKernel) -> None:
         self._kernel = kernel
 
     def prepare(self, scheme: Scheme, shape: ExpertsShape, weights: Weights) -> None:

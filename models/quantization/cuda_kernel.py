@@ -38,7 +38,7 @@ FP8_ALIGNMENT = 16  # of both dimensions of a matrix, for cuBLAS's FP8 and int8 
 LEAST_GROUP = 16  # columns that a tensor core instruction takes
 
 
-class CudaKernel:
+class CudaQuantKernel:
     """dtype: the model's, in 16 bits."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, ops: Ops | None = None) -> None:
