@@ -10,8 +10,36 @@ import torch
 from asyncllm.attention.base import DecodeRows
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.kernels.declaration import DenseShape, Launch, current_stream
-from asyncllm.kernels.persistent_decode import KERNEL, MAX_ROWS, Args, Layer, exchange_words
+from asyncllm.kernels.persistent_decode import (
+    FORMATS,
+    KERNEL,
+    MAX_ROWS,
+    PLAIN,
+    Args,
+    Layer,
+    exchange_words,
+)
+from asyncllm.models.base import CausalLM
 from asyncllm.models.decoder import DecoderLayer, DenseDecoder
+from asyncllm.models.layers.linear_method import LinearMethod
+from asyncllm.models.quantization.method import QuantizedLinearMethod
+
+
+def weight_format(model: CausalLM) -> str | None:
+    """How all layers of a decoder store their weights, in the kernel's words; None where it has
+    none for them, for layers that differ in it, or for another model."""
+    if not isinstance(model, DenseDecoder) or not model.is_plain:
+        return None
+    formats = {_format_of(linear.method) for layer in model.layers for linear in layer.linears}
+    return formats.pop() if len(formats) == 1 else None
+
+
+def _format_of(method: LinearMethod) -> str | None:
+    if not isinstance(method, QuantizedLinearMethod):
+        return PLAIN
+    scheme = method.scheme  # its activations do not matter: of few rows they stay in 16 bits
+    is_by_row = scheme.group is None and not scheme.has_offset and not scheme.has_order
+    return FORMATS.get(scheme.kind) if is_by_row else None
 
 
 class PersistentDecode:
@@ -119,6 +147,7 @@ def _layer_of(layer: DecoderLayer, pages: torch.Tensor) -> Layer:
     q_norm, k_norm = _addresses([None, None] if norm is None else [norm.q_weight, norm.k_weight])
     return Layer(
         weights=_addresses([linear.weights["weight"] for linear in layer.linears]),
+        scales=_addresses([linear.weights.get("scale") for linear in layer.linears]),
         biases=_addresses([linear.weights.get("bias") for linear in layer.linears]),
         norms=_addresses([first, None, second, None]),  # of the four products' inputs
         q_norm=q_norm,

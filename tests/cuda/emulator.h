@@ -399,6 +399,11 @@ inline uint32_t round_to_half(float x) {  // to nearest, ties to even
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline uint32_t to_pair(float low, float high) { return round_to_half(low) | round_to_half(high) << 16; }
+inline uint32_t masked_or(uint32_t x, uint32_t mask, uint32_t bits) { return (x & mask) | bits; }
+inline uint32_t subtract_pairs(uint32_t pair, uint32_t by) {
+    return to_pair(bits_to_float(pair << 16) - bits_to_float(by << 16),
+                   bits_to_float(pair & 0xffff0000u) - bits_to_float(by & 0xffff0000u));
+}
 inline float divide(float x, float by) { return x / by; }
 inline float power_of_2(float x) { return std::exp2(x); }
 inline float greater(float x, float y) { return std::fmax(x, y); }

@@ -244,6 +244,18 @@ __device__ __forceinline__ uint32_t to_pair(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
+// (x & mask) | bits, by one instruction.
+__device__ __forceinline__ uint32_t masked_or(uint32_t x, uint32_t mask, uint32_t bits) {
+    uint32_t result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(x), "r"(mask), "r"(bits));
+    return result;
+}
+// bfloat16s, of which both differences are.
+__device__ __forceinline__ uint32_t subtract_pairs(uint32_t pair, uint32_t by) {
+    uint32_t difference;
+    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(difference) : "r"(pair), "r"(by));
+    return difference;
+}
 // For a number below 2^126.
 __device__ __forceinline__ float divide(float x, float by) { return __fdividef(x, by); }
 // 0 where that is below 2^-126.

@@ -7,6 +7,10 @@
 #ifndef HEAD_DIM
 #error "give HEAD_DIM (64 or 128), GROUP_SIZE (1 to 8 query heads of a KV head) and BLOCK_SIZE"
 #endif
+#ifndef WEIGHTS  // of the layers, a `Format`; then also COLUMNS, of a slice of them: 256 or 512
+#define WEIGHTS PLAIN
+#define COLUMNS 256
+#endif
 
 namespace {
 
@@ -14,11 +18,12 @@ constexpr int WARPS = 8;            // that work; as many more are their produce
 constexpr int THREADS = WARPS * 32;  // that work
 constexpr int MAX_ROWS = 8;
 constexpr int UNIT = 8;             // outputs of a unit
-constexpr int SLICE = 256;          // columns of a slice
 constexpr int MAX_SETS = 2;         // of warps that have units of their own
 constexpr int GROUP_STAGES = 4;     // of one slice
-constexpr int STAGE_BYTES = UNIT * SLICE * 2;
-constexpr int DEPTH = 5;  // stages of a warp that are asked for or not yet used
+constexpr int ROW_BYTES = 512;      // from one row of a stage to the next
+constexpr int STAGE_BYTES = UNIT * ROW_BYTES;
+// Stages of a warp that are asked for or not yet used: what the activations leave room for.
+constexpr int DEPTH = COLUMNS == 256 ? 5 : 4;
 // So many of these in flight. What the workers ask for has to queue behind what is on its way, so it is
 // EARLY for a product's first DEPTH stages, which are asked for while the workers may wait for its x,
 // and LATE for the others, and for keys and values behind them.
@@ -39,8 +44,18 @@ constexpr float NO_SCORE = -1e30f;  // below any score, and finite: no differenc
 
 enum Kind { QKV, OUTPUT, GATE_UP, DOWN, HEAD };  // four products of a layer, and the last
 
+// How weights are stored; those of the head are always PLAIN.
+//
+//   PLAIN      bfloat16
+//   FP8, INT8  a byte each (e4m3, signed), and a factor for each output
+enum Format { PLAIN, FP8, INT8 };
+constexpr Format LAYERS = WEIGHTS;
+template <Format FORMAT>
+constexpr int SLICE = FORMAT == PLAIN ? 256 : COLUMNS;  // columns of a slice
+
 struct Layer {
     const void* weights[4];  // by kind: [features, size]
+    const void* scales[4];   // float [features], or null
     const void* biases[4];   // [features], or null
     const void* norms[4];    // [hidden], of x, or null
     const void *q_norm, *k_norm;  // [HEAD_DIM], or null
