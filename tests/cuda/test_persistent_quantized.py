@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import LlamaConfig, PretrainedConfig
 
 from asyncllm.kernels.balanced_decode import shape_definitions
 from asyncllm.kernels.declaration import DenseShape

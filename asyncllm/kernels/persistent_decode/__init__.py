@@ -5,7 +5,8 @@ times a layer: until a kernel's last block has ended, until the next one's first
 one block per SM stays for the whole step and asks for weights and old keys far ahead, across every
 point where blocks wait for each other. The kernel, persistent_decode.cu, is compiled for the
 model's heads and the format of its layers' weights. It knows the layout of the KV cache, and does
-what the layers of a dense decoder do, in the same roundings. models/persistent_decode.py launches it.
+what the layers of a dense decoder do, in the same roundings. models/persistent_decode.py launches
+it.
 """
 
 from __future__ import annotations
