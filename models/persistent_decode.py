@@ -38,8 +38,9 @@ def _format_of(method: LinearMethod) -> str | None:
     if not isinstance(method, QuantizedLinearMethod):
         return PLAIN
     scheme = method.scheme  # its activations do not matter: of few rows they stay in 16 bits
-    is_by_row = scheme.group is None and not scheme.has_offset and not scheme.has_order
-    return FORMATS.get(scheme.kind) if is_by_row else None
+    if scheme.has_offset or scheme.has_order:
+        return None
+    return FORMATS.get((scheme.kind, scheme.group))
 
 
 class PersistentDecode:

@@ -15,13 +15,14 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from asyncllm.kernels.balanced_decode import shape_definitions
 from asyncllm.kernels.declaration import DenseShape
-from asyncllm.kernels.persistent_decode import FORMATS, WIDE, definitions
+from asyncllm.kernels.persistent_decode import WIDE, definitions
+from asyncllm.kernels.quant_gemm.words import to_words
 from asyncllm.model_config import ModelConfig, Quantization
 from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.persistent_decode import weight_format
 from asyncllm.models.quantization.method import QuantizedLinearMethod
-from asyncllm.models.quantization.scheme import dequantize
+from asyncllm.models.quantization.scheme import dequantize, unpack
 from asyncllm.models.registry import build_model
 from tests.cuda.test_persistent_decode import (
     BLOCK_SIZE,
@@ -51,6 +52,15 @@ class QuantizedCase(Case):
     quantization: Quantization
 
     def kernel_model(self) -> DenseDecoder:
+        model = self.quantized_model()
+        for layer in model.layers:
+            for linear in layer.linears:
+                weight = linear.weights["weight"]
+                if weight.dtype == torch.uint8:  # as a GPU's kernels take it
+                    weight.view(torch.int32).copy_(to_words(unpack(weight)))
+        return model
+
+    def quantized_model(self) -> DenseDecoder:
         config = replace(self.config, quantization=self.quantization)
         model = cast(DenseDecoder, build_model(config, torch.bfloat16, CPU, TorchOps(), MAX_LEN))
         generator = torch.Generator().manual_seed(1)
@@ -62,7 +72,7 @@ class QuantizedCase(Case):
 
     def model(self, dtype: torch.dtype) -> DenseDecoder:
         model = super().model(dtype)
-        for layer, quantized in zip(model.layers, self.kernel_model().layers, strict=True):
+        for layer, quantized in zip(model.layers, self.quantized_model().layers, strict=True):
             for linear, other in zip(layer.linears, quantized.linears, strict=True):
                 assert isinstance(other.method, QuantizedLinearMethod)
                 fields = (other.weights.get(name) for name in ("weight", "scale", "offset"))
@@ -84,7 +94,7 @@ def flags_of(config: ModelConfig, quantization: Quantization, columns: int) -> t
     config = replace(config, quantization=quantization)
     model = build_model(config, torch.bfloat16, torch.device("meta"), TorchOps(), MAX_LEN)
     weights = weight_format(model)
-    assert weights == FORMATS[quantization]
+    assert weights is not None and weights.lower() == quantization
     layers = model.attention_layers
     flags = definitions(DenseShape.of(config), layers, torch.bfloat16, BLOCK_SIZE, 30, weights)
     shape = shape_definitions(layers[0], BLOCK_SIZE)
@@ -93,7 +103,7 @@ def flags_of(config: ModelConfig, quantization: Quantization, columns: int) -> t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+@pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
 @pytest.mark.parametrize(
     ("config", "columns", "positions", "num_blocks"),
     [

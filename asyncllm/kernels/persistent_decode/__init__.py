@@ -23,7 +23,7 @@ from asyncllm.kernels.records import AttentionLayer
 
 MAX_ROWS = 8
 MAX_GROUP = 8  # query heads of one KV head
-MAX_LAYERS = 96
+MAX_LAYERS = 80
 HEAD_DIMS = (64, 128)
 COLUMNS = 256  # of a product's columns a multiple
 FEATURES = 8  # of its outputs
@@ -33,7 +33,8 @@ MAX_BLOCK_SPLITS = 8  # of rows and KV heads, that a block has
 # product: longer copies are quicker.
 WIDE, LEAST_WIDTH = 512, 2048
 PLAIN = "PLAIN"
-FORMATS = {"fp8": "FP8", "int8": "INT8"}  # kinds of quantised weights -> in the source
+# Quantised weights, by their kind and the columns that share a scale -> in the source.
+FORMATS = {("fp8", None): "FP8", ("int8", None): "INT8", ("int4", 128): "INT4"}
 
 _pointer, _int64, _int32, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 

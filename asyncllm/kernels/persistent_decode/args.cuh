@@ -14,6 +14,17 @@
 
 namespace {
 
+// How weights are stored; those of the head are always PLAIN.
+//
+//   PLAIN      bfloat16
+//   FP8, INT8  a byte each (e4m3, signed), and a scale for each output
+//   INT4       codes of four bits (8 is zero) in tiles of 8 outputs and a group of 128 columns
+//              (quant_gemm/words.py), and for each output and group a scale
+enum Format { PLAIN, FP8, INT8, INT4 };
+constexpr Format LAYERS = WEIGHTS;
+template <Format FORMAT>
+constexpr int SLICE = FORMAT == PLAIN ? 256 : COLUMNS;  // columns of a slice
+
 constexpr int WARPS = 8;            // that work; as many more are their producers
 constexpr int THREADS = WARPS * 32;  // that work
 constexpr int MAX_ROWS = 8;
@@ -22,8 +33,12 @@ constexpr int MAX_SETS = 2;         // of warps that have units of their own
 constexpr int GROUP_STAGES = 4;     // of one slice
 constexpr int ROW_BYTES = 512;      // from one row of a stage to the next
 constexpr int STAGE_BYTES = UNIT * ROW_BYTES;
+// Of INT4 a stage has two units, half of it each, and behind them their scales, by output and group.
+constexpr int HALF_STAGE = STAGE_BYTES / 2, GROUP = 128, TILE_BYTES = UNIT * GROUP / 2;
+constexpr int GROUPS = COLUMNS / GROUP, UNIT_SCALES = UNIT * 512 / GROUP * 2;
+constexpr int SCALE_BYTES = WEIGHTS == INT4 ? 2 * UNIT_SCALES : 0;
 // Stages of a warp that are asked for or not yet used: what the activations leave room for.
-constexpr int DEPTH = COLUMNS == 256 ? 5 : 4;
+constexpr int DEPTH = WEIGHTS == INT4 || COLUMNS > 256 ? 4 : 5;
 // So many of these in flight. What the workers ask for has to queue behind what is on its way, so it is
 // EARLY for a product's first DEPTH stages, which are asked for while the workers may wait for its x,
 // and LATE for the others, and for keys and values behind them.
@@ -31,7 +46,8 @@ constexpr int EARLY = 1, LATE = 4;
 static_assert(0 < EARLY && EARLY <= LATE && LATE <= DEPTH);
 static_assert(DEPTH > 2);  // a warp uses two at a time, and gives back what is not all of them
 // Registers of a thread; 128 on average is all there are.
-constexpr int CONSUMER_REGISTERS = 200, PRODUCER_REGISTERS = 56;
+constexpr int PRODUCER_REGISTERS = 56;
+constexpr int CONSUMER_REGISTERS = 256 - PRODUCER_REGISTERS;
 constexpr int MAX_SPLITS = 32;      // splits of one sequence's attention
 constexpr int TOKENS = 8;           // of a stage
 constexpr int LEAST_STAGES = 40;    // of a split, where there are several: to merge takes longer
@@ -44,18 +60,9 @@ constexpr float NO_SCORE = -1e30f;  // below any score, and finite: no differenc
 
 enum Kind { QKV, OUTPUT, GATE_UP, DOWN, HEAD };  // four products of a layer, and the last
 
-// How weights are stored; those of the head are always PLAIN.
-//
-//   PLAIN      bfloat16
-//   FP8, INT8  a byte each (e4m3, signed), and a factor for each output
-enum Format { PLAIN, FP8, INT8 };
-constexpr Format LAYERS = WEIGHTS;
-template <Format FORMAT>
-constexpr int SLICE = FORMAT == PLAIN ? 256 : COLUMNS;  // columns of a slice
-
 struct Layer {
     const void* weights[4];  // by kind: [features, size]
-    const void* scales[4];   // float [features], or null
+    const void* scales[4];   // float [features], or [features, groups] of INT4; or null
     const void* biases[4];   // [features], or null
     const void* norms[4];    // [hidden], of x, or null
     const void *q_norm, *k_norm;  // [HEAD_DIM], or null

@@ -67,6 +67,13 @@ __device__ __forceinline__ void multiply_group(const Args& args, const Operands&
             for (int window = 0; window < SLICE<PLAIN> / 32; window++)
                 x[window] = load_shared_here(window_of(rows.row(me.row), window, me));
         if (is_first && left == 1 && operands.norm != nullptr) store_squares(squares, shared, me);
+        if constexpr (FORMAT == INT4) {
+            const int first = ring.next(shared, me);
+            const int second = num_stages > 2 ? ring.next(shared, me) : first;
+            multiply_groups(sums[0][0], sums[1][0], rows.row(me.row), stages, first, second, me);
+            ring.give_back(shared, first, second, me);
+            continue;
+        }
 #pragma unroll
         for (int pair = 0; pair < GROUP_STAGES / 2; pair++) {
             if (2 * pair >= num_stages) break;
@@ -76,7 +83,7 @@ __device__ __forceinline__ void multiply_group(const Args& args, const Operands&
             const unsigned char *a = stages.row(upper, me.row), *b = stages.row(lower, me.row);
             if constexpr (FORMAT == PLAIN)
                 multiply(sums[pair], x, a, b, me);
-            else
+            else if constexpr (FORMAT != INT4)
                 multiply_bytes<FORMAT>(sums[pair], rows.row(me.row), a, b, me);
             ring.give_back(shared, upper, lower, me);
         }

@@ -30,17 +30,57 @@ struct Producer {
     }
 
     template <Format FORMAT>
-    __device__ __forceinline__ void copy_product(const void* weight, int kind) {
+    __device__ __forceinline__ void copy_product(const void* weight, const void* scales, int kind) {
         const Shape& shape = shared.shapes[kind];
         const Work work = shared.works[kind][warp];
         const int num_stages = work.num_units << shape.gated;
         of_product = 0;
+        const auto copy = [&](int stage, int after, int slice) {
+            if constexpr (FORMAT == INT4)
+                copy_tiles(weight, scales, shape, work.set, stage, after, slice);
+            else
+                copy_weights<FORMAT>(weight, shape, work.set, stage, slice);
+        };
         for (int first = 0; first < num_stages; first += GROUP_STAGES) {
             const int after = first + GROUP_STAGES < num_stages ? first + GROUP_STAGES : num_stages;
             for (int slice = work.first_slice; slice < shape.num_slices; slice += shape.split)
-                for (int stage = first; stage < after; stage++)
-                    copy_weights<FORMAT>(weight, shape, work.set, stage, slice);
+                if constexpr (LAYERS == PLAIN)
+                    for (int stage = first; stage < after; stage++) copy(stage, after, slice);
+                else  // short code: there is that of the head, too
+#pragma unroll 1
+                    for (int stage = first; stage < after; stage += FORMAT == INT4 ? 2 : 1)
+                        copy(stage, after, slice);
         }
+    }
+
+    // The first output of a stage.
+    __device__ __forceinline__ int output_of(const Shape& shape, int set, int stage) const {
+        const int own = set + (stage >> shape.gated) * shape.num_sets;
+        return (stage & shape.gated) * shape.features + (block_index() + own * num_blocks()) * UNIT;
+    }
+
+    // Of one or two units the tiles of a slice, which are neighbours, and the scales of their groups,
+    // by a lane for each output.
+    __device__ __forceinline__ void copy_tiles(const void* weight, const void* scales,
+                                               const Shape& shape, int set, int stage, int after,
+                                               int slice) {
+        Barrier& full = begin();
+        const int half = lane / UNIT, row = lane % UNIT, num = after - stage > 1 ? 2 : 1;
+        const int64_t place = static_cast<int64_t>(output_of(shape, set, stage + half)) * shape.size;
+        if (half < num)
+            copy_async_few<GROUPS * 2>(
+                shared.ring[warp].scale(slot, half, row, 0),
+                at(scales, (place + row * shape.size) / GROUP + slice * GROUPS));
+        arrive_after_copies(full);
+        sync_warp();
+        if (lane == 0) arrive_and_expect_tx(full, num * GROUPS * TILE_BYTES);
+        sync_warp();
+        if (half < num && row == 0)
+            copy_bulk(shared.ring[warp].row(slot, 0) + half * HALF_STAGE,
+                      static_cast<const unsigned char*>(weight) + place / 2
+                          + slice * GROUPS * TILE_BYTES,
+                      GROUPS * TILE_BYTES, full);
+        end();
     }
 
     // Each of a stage's outputs is a row of it.
@@ -51,9 +91,7 @@ struct Producer {
         Barrier& full = begin();
         if (lane == 0) arrive_and_expect_tx(full, UNIT * SLICE<FORMAT> * WEIGHT_BYTES);
         sync_warp();
-        const int own = set + (stage >> shape.gated) * shape.num_sets;
-        const int output = (stage & shape.gated) * shape.features
-            + (block_index() + own * num_blocks()) * UNIT + lane;
+        const int output = output_of(shape, set, stage) + lane;
         if (lane < UNIT)
             copy_bulk(shared.ring[warp].row(slot, lane),
                       static_cast<const unsigned char*>(weight)
@@ -99,9 +137,9 @@ __device__ __forceinline__ void produce(const Args& args, Shared& shared, int wa
         const Layer& layer = shared.layers[i / 4];
         const int kind = i == 4 * args.num_layers ? HEAD : i % 4;
         if (LAYERS != PLAIN && kind == HEAD)
-            producer.copy_product<PLAIN>(layer.weights[HEAD % 4], kind);
+            producer.copy_product<PLAIN>(layer.weights[HEAD % 4], nullptr, kind);
         else
-            producer.copy_product<LAYERS>(layer.weights[i % 4], kind);
+            producer.copy_product<LAYERS>(layer.weights[i % 4], layer.scales[i % 4], kind);
         if (kind != QKV) continue;
 #pragma unroll 1
         for (int s = 0; has_split(shared, s); s++) producer.copy_split(layer, shared.own_splits[s]);

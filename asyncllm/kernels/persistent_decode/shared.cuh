@@ -67,10 +67,14 @@ __device__ __forceinline__ Shape shape_of(const Args& args, int kind) {
 // A warp's stages, each eight rows. A bulk copy to a place that is not one of 128 bytes takes a sixth
 // longer (docs/log/decode.md), so all rows begin in one bank: see `Windows`.
 struct Stages {
-    alignas(128) unsigned char bytes[DEPTH * STAGE_BYTES];
+    alignas(128) unsigned char bytes[DEPTH * (STAGE_BYTES + SCALE_BYTES)];
 
     __device__ __forceinline__ unsigned char* row(int stage, int row) {
-        return bytes + (stage * UNIT + row) * ROW_BYTES;
+        return bytes + (stage * UNIT + row) * ROW_BYTES + stage * SCALE_BYTES;
+    }
+    // Of INT4, of one of the stage's two units: a group's scale of an output.
+    __device__ __forceinline__ unsigned char* scale(int stage, int half, int row, int group) {
+        return this->row(stage, UNIT) + half * UNIT_SCALES + (row * GROUPS + group) * 2;
     }
 };
 
@@ -119,7 +123,7 @@ struct Shared {
     Split own_splits[MAX_BLOCK_SPLITS];
     Layer layers[1];         // [num_layers + 1]: the last one has the head's weights alone
 };
-constexpr int MAX_LAYERS = 96;
+constexpr int MAX_LAYERS = 80;
 static_assert(sizeof(Shared) + MAX_LAYERS * sizeof(Layer) <= 227 << 10);
 
 }  // namespace

@@ -53,8 +53,9 @@ __device__ __forceinline__ Codes codes_of(uint32_t word) {
     return {number_of(word), number_of(word >> 8)};
 }
 
-// 8 columns of x to a row, 32 lanes side by side. A window of codes of a byte is two of x: a quad's 16
-// columns are in both, each word's four as `Codes` has them.
+// 8 columns of x to a row, 32 lanes side by side, where their quads read them. A window of codes of a
+// byte is two of x: a quad's 16 columns are in both, each word's four as `Codes` has them. Of INT4 a
+// window has two of a group's eight planes, a quad's 4 columns of each.
 template <Format FORMAT>
 __device__ __forceinline__ void place_inputs(unsigned char* row, const uint4& v, const Lane& me) {
     auto* to = reinterpret_cast<uint4*>(row);
@@ -62,10 +63,15 @@ __device__ __forceinline__ void place_inputs(unsigned char* row, const uint4& v,
         to[me.lane] = v;
         return;
     }
-    const auto even = [](uint32_t a, uint32_t b) { return (a & 0xffffu) | b << 16; };
-    const auto odd = [](uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000u); };
+    if (FORMAT == INT4) {
+        const int plane = me.lane / 2, quad = me.lane % 2 * 2;
+        auto* half = reinterpret_cast<uint2*>(to + plane / 2 * 4 + quad) + plane % 2;
+        half[0] = {v.x, v.y}, half[2] = {v.z, v.w};
+        return;
+    }
     to[(me.lane & ~7) + me.lane % 2 * 4 + me.lane % 8 / 2]
-        = {even(v.x, v.y), odd(v.x, v.y), even(v.z, v.w), odd(v.z, v.w)};
+        = {lower_halves(v.x, v.y), upper_halves(v.x, v.y), lower_halves(v.z, v.w),
+           upper_halves(v.z, v.w)};
 }
 
 template <Format FORMAT>
@@ -93,6 +99,68 @@ __device__ __forceinline__ void multiply_bytes(float (&sums)[CHAINS][4], const u
             multiply_word<FORMAT>(sums[1], a.y, b.y, v.z, v.w);
             multiply_word<FORMAT>(sums[2], a.z, b.z, w.x, w.y);
             multiply_word<FORMAT>(sums[3], a.w, b.w, w.z, w.w);
+        }
+    }
+}
+
+constexpr uint32_t MINUS_ZERO = 0xc308c308u;  // -136: a code is 128 more than it is, and 8 is zero
+
+// The same 16 bits of two neighbouring words: four planes of two columns.
+__device__ __forceinline__ uint32_t planes_of(uint32_t word, uint32_t next, int half) {
+    return half == 0 ? lower_halves(word, next) : upper_halves(word, next);
+}
+
+__device__ __forceinline__ uint32_t code_of(uint32_t planes, int plane) {
+    return masked_or(planes >> plane * 4, 0x000f000fu, 0x43004300u);
+}
+
+// A group of two units' outputs, `upper` and `lower` the lane's words of them. `x`: the group's;
+// `zeros`: of both rows.
+__device__ __forceinline__ void multiply_tiles(float (&sums)[4], const uint4 (&x)[4],
+                                               const float (&zeros)[4], const uint4& upper,
+                                               const uint4& lower, float upper_scale,
+                                               float lower_scale) {
+    float parts[2][4] = {};
+#pragma unroll
+    for (int plane = 0; plane < 8; plane++) {
+        const int half = plane / 4;
+        const uint4& v = x[plane / 2];
+        multiply_add(parts[plane % 2], code_of(planes_of(upper.x, upper.y, half), plane % 4),
+                     code_of(planes_of(lower.x, lower.y, half), plane % 4),
+                     code_of(planes_of(upper.z, upper.w, half), plane % 4),
+                     code_of(planes_of(lower.z, lower.w, half), plane % 4),
+                     plane % 2 == 0 ? v.x : v.z, plane % 2 == 0 ? v.y : v.w);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        sums[i] += (i < 2 ? upper_scale : lower_scale) * (parts[0][i] + parts[1][i] + zeros[i]);
+}
+
+// Up to two stages of INT4, group by group. `x`: the lane's row of it.
+__device__ __forceinline__ void multiply_groups(float (&first_sums)[4], float (&second_sums)[4],
+                                                const unsigned char* x, Stages& stages, int first,
+                                                int second, const Lane& me) {
+    const int place = me.lane * 16;
+#pragma unroll 1
+    for (int group = 0; group < GROUPS; group++) {
+        uint4 v[4];
+        float zeros[4] = {};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            v[i] = load_shared_here(window_of(x, group * 4 + i, me));
+            multiply_add(zeros, MINUS_ZERO, MINUS_ZERO, MINUS_ZERO, MINUS_ZERO, v[i].x, v[i].y);
+            multiply_add(zeros, MINUS_ZERO, MINUS_ZERO, MINUS_ZERO, MINUS_ZERO, v[i].z, v[i].w);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            if (i == 1 && second == first) break;
+            const int stage = i == 0 ? first : second;
+            const unsigned char* words = stages.row(stage, 0) + group * TILE_BYTES + place;
+            const auto scale = [&](int half) {
+                return to_float(stages.scale(stage, half, me.row, group));
+            };
+            multiply_tiles(i == 0 ? first_sums : second_sums, v, zeros, load_shared_here(words),
+                           load_shared_here(words + HALF_STAGE), scale(0), scale(1));
         }
     }
 }
