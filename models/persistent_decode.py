@@ -38,9 +38,9 @@ def _format_of(method: LinearMethod) -> str | None:
     if not isinstance(method, QuantizedLinearMethod):
         return PLAIN
     scheme = method.scheme  # its activations do not matter: of few rows they stay in 16 bits
-    if scheme.has_offset or scheme.has_order:
+    if scheme.has_order:
         return None
-    return FORMATS.get((scheme.kind, scheme.group))
+    return FORMATS.get((scheme.kind, scheme.group, scheme.has_offset))
 
 
 class PersistentDecode:
@@ -62,11 +62,13 @@ class PersistentDecode:
         self._words = torch.zeros(2, dtype=torch.int32, device=device)
         words = self._words.data_ptr()
         self._layers = _layer_table(model, cache.layers)
+        self._offsets = _offset_table(model, device)
         self._constants = {
             **_numbers(model, sizes, cache.layers[0]),
             "layers": self._layers.data_ptr(),
             "final_norm": model.norm.constants.weight.data_ptr(),
             "head": model.lm_head.weight.data_ptr(),
+            "offsets": self._offsets.data_ptr(),
             "exchange": self._exchange.data_ptr(),
             "layer_bytes": 4 * num_words,
             "phase": words,
@@ -139,6 +141,13 @@ def _layer_table(model: DenseDecoder, pages: Sequence[torch.Tensor]) -> torch.Te
         *(_layer_of(layer, cache) for layer, cache in zip(model.layers, pages, strict=True))
     )
     return torch.frombuffer(bytearray(layers), dtype=torch.uint8).to(pages[0].device)
+
+
+def _offset_table(model: DenseDecoder, device: torch.device) -> torch.Tensor:
+    """Addresses, 0 where there are none: int64 [num_layers, 4]."""
+    offsets = [[one.weights.get("offset") for one in layer.linears] for layer in model.layers]
+    addresses = [[address or 0 for address in _addresses(each)] for each in offsets]
+    return torch.tensor(addresses, dtype=torch.int64, device=device)
 
 
 def _layer_of(layer: DecoderLayer, pages: torch.Tensor) -> Layer:

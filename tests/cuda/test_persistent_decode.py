@@ -209,11 +209,12 @@ def check_against_layers(
     check_step(step, function_for(compiled, step.config), num_blocks)
 
 
-def check_step(step: Case, function: Launch, num_blocks: int) -> None:
+def check_step(step: Case, function: Launch, num_blocks: int, most: float = 1.2) -> None:
+    """most: times as far from float32 as the layers are."""
     exact, exact_cache = step.by_layers(torch.float32)
     layers, layers_cache = step.by_layers(torch.bfloat16)
     ours, cache = step.by_persistent_kernel(function, num_blocks)
-    assert distance(ours, exact) <= 1.2 * distance(layers, exact)
+    assert distance(ours, exact) <= most * distance(layers, exact)
     assert distance(layers, exact) < 0.05 * exact.double().norm()  # so the bound means something
     (slots,) = step.rows.write_slots(BLOCK_SIZE)
     before = step.cache(torch.bfloat16)
@@ -221,7 +222,7 @@ def check_step(step: Case, function: Launch, num_blocks: int) -> None:
         *(c.layers for c in (cache, layers_cache, exact_cache, before)), strict=True
     ):
         new = (slots // BLOCK_SIZE, slice(None), slots % BLOCK_SIZE)
-        bound = 1.2 * distance(layers_pages[new], exact_pages[new])
+        bound = most * distance(layers_pages[new], exact_pages[new])
         assert distance(ours_pages[new], exact_pages[new]) <= bound
         ours_pages[new] = old[new]
         assert torch.equal(ours_pages, old)  # nothing else is written

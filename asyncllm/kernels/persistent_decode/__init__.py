@@ -23,7 +23,6 @@ from asyncllm.kernels.records import AttentionLayer
 
 MAX_ROWS = 8
 MAX_GROUP = 8  # query heads of one KV head
-MAX_LAYERS = 80
 HEAD_DIMS = (64, 128)
 COLUMNS = 256  # of a product's columns a multiple
 FEATURES = 8  # of its outputs
@@ -33,8 +32,16 @@ MAX_BLOCK_SPLITS = 8  # of rows and KV heads, that a block has
 # product: longer copies are quicker.
 WIDE, LEAST_WIDTH = 512, 2048
 PLAIN = "PLAIN"
-# Quantised weights, by their kind and the columns that share a scale -> in the source.
-FORMATS = {("fp8", None): "FP8", ("int8", None): "INT8", ("int4", 128): "INT4"}
+# Quantised weights, by their kind, the columns that share a scale, and whether there are offsets ->
+# in the source.
+FORMATS = {
+    ("fp8", None, False): "FP8",
+    ("int8", None, False): "INT8",
+    ("int4", 128, False): "INT4",
+    ("int4", 128, True): (INT4_OFFSETS := "INT4_OFFSETS"),
+}
+MOST_LAYERS = {INT4_OFFSETS: 56}  # whose pointers have room beside the rest, else
+MAX_LAYERS = 80
 
 _pointer, _int64, _int32, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -52,7 +59,8 @@ class Args(ctypes.Structure):
     """The kernel's, field by field."""
 
     _fields_ = (
-        *((name, _pointer) for name in ("layers", "final_norm", "head", "embeddings", "logits")),
+        *((name, _pointer) for name in ("layers", "final_norm", "head", "offsets")),
+        *((name, _pointer) for name in ("embeddings", "logits")),
         *((name, _pointer) for name in ("exchange", "phase", "stuck", "block_tables", "positions")),
         *((name, _pointer) for name in ("rotary_rows", "cos_sin")),
         *((name, _int64) for name in ("table_stride", "page_stride", "kv_stride", "layer_bytes")),
@@ -77,7 +85,7 @@ def definitions(
     widths = sizes.hidden_size, sizes.intermediate_size, layer.num_heads * layer.head_dim
     is_supported = (
         dtype is torch.bfloat16
-        and sizes.num_layers <= MAX_LAYERS
+        and sizes.num_layers <= MOST_LAYERS.get(weights, MAX_LAYERS)
         and layer.head_dim in HEAD_DIMS
         and layer.num_heads // layer.num_kv_heads <= MAX_GROUP
         and all(other.window is None for other in layers)

@@ -20,8 +20,10 @@ namespace {
 //   FP8, INT8  a byte each (e4m3, signed), and a scale for each output
 //   INT4       codes of four bits (8 is zero) in tiles of 8 outputs and a group of 128 columns
 //              (quant_gemm/words.py), and for each output and group a scale
-enum Format { PLAIN, FP8, INT8, INT4 };
-constexpr Format LAYERS = WEIGHTS;
+//   INT4_OFFSETS   the same, and an offset, too
+enum Format { PLAIN, FP8, INT8, INT4, INT4_OFFSETS };
+constexpr bool HAS_OFFSETS = WEIGHTS == INT4_OFFSETS;
+constexpr Format LAYERS = HAS_OFFSETS ? INT4 : WEIGHTS;
 template <Format FORMAT>
 constexpr int SLICE = FORMAT == PLAIN ? 256 : COLUMNS;  // columns of a slice
 
@@ -33,12 +35,13 @@ constexpr int MAX_SETS = 2;         // of warps that have units of their own
 constexpr int GROUP_STAGES = 4;     // of one slice
 constexpr int ROW_BYTES = 512;      // from one row of a stage to the next
 constexpr int STAGE_BYTES = UNIT * ROW_BYTES;
-// Of INT4 a stage has two units, half of it each, and behind them their scales, by output and group.
+// Of INT4 a stage has two units, half of it each, and behind them their scales, by output and group,
+// then their offsets.
 constexpr int HALF_STAGE = STAGE_BYTES / 2, GROUP = 128, TILE_BYTES = UNIT * GROUP / 2;
 constexpr int GROUPS = COLUMNS / GROUP, UNIT_SCALES = UNIT * 512 / GROUP * 2;
-constexpr int SCALE_BYTES = WEIGHTS == INT4 ? 2 * UNIT_SCALES : 0;
+constexpr int SCALE_BYTES = LAYERS == INT4 ? (HAS_OFFSETS ? 4 : 2) * UNIT_SCALES : 0;
 // Stages of a warp that are asked for or not yet used: what the activations leave room for.
-constexpr int DEPTH = WEIGHTS == INT4 || COLUMNS > 256 ? 4 : 5;
+constexpr int DEPTH = LAYERS == INT4 || COLUMNS > 256 ? 4 : 5;
 // So many of these in flight. What the workers ask for has to queue behind what is on its way, so it is
 // EARLY for a product's first DEPTH stages, which are asked for while the workers may wait for its x,
 // and LATE for the others, and for keys and values behind them.
@@ -73,6 +76,7 @@ struct Args {
     const Layer* layers;          // [num_layers]
     const void* final_norm;       // [hidden]
     const void* head;             // [vocab, hidden]
+    const void* const* offsets;   // [num_layers, 4] as scales, or null
     const void* embeddings;       // [rows, hidden]
     void* logits;                 // [rows, vocab]
     void* exchange;               // [2, num_layers, layer_bytes]: exchange.cuh

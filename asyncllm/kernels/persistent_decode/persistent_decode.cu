@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(2 * THREADS, 1) persistent_decode(const Args a
 }  // namespace
 
 EXPORT_LAYOUT(Layer, FIELD(weights), FIELD(scales), FIELD(biases), FIELD(norms), FIELD(q_norm), FIELD(k_norm), FIELD(cache))
-EXPORT_LAYOUT(Args, FIELD(layers), FIELD(final_norm), FIELD(head), FIELD(embeddings), FIELD(logits),
+EXPORT_LAYOUT(Args, FIELD(layers), FIELD(final_norm), FIELD(head), FIELD(offsets), FIELD(embeddings), FIELD(logits),
     FIELD(exchange), FIELD(phase), FIELD(stuck), FIELD(block_tables), FIELD(positions), FIELD(rotary_rows),
     FIELD(cos_sin), FIELD(table_stride), FIELD(page_stride), FIELD(kv_stride), FIELD(layer_bytes),
     FIELD(num_layers), FIELD(rows), FIELD(hidden), FIELD(heads), FIELD(kv_heads), FIELD(intermediate),

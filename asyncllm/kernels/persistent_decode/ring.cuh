@@ -30,14 +30,15 @@ struct Producer {
     }
 
     template <Format FORMAT>
-    __device__ __forceinline__ void copy_product(const void* weight, const void* scales, int kind) {
+    __device__ __forceinline__ void copy_product(const void* weight, const void* scales,
+                                                 const void* offsets, int kind) {
         const Shape& shape = shared.shapes[kind];
         const Work work = shared.works[kind][warp];
         const int num_stages = work.num_units << shape.gated;
         of_product = 0;
         const auto copy = [&](int stage, int after, int slice) {
             if constexpr (FORMAT == INT4)
-                copy_tiles(weight, scales, shape, work.set, stage, after, slice);
+                copy_tiles(weight, scales, offsets, shape, work.set, stage, after, slice);
             else
                 copy_weights<FORMAT>(weight, shape, work.set, stage, slice);
         };
@@ -62,20 +63,21 @@ struct Producer {
     // Of one or two units the tiles of a slice, which are neighbours, and the scales of their groups,
     // by a lane for each output.
     __device__ __forceinline__ void copy_tiles(const void* weight, const void* scales,
-                                               const Shape& shape, int set, int stage, int after,
-                                               int slice) {
+                                               const void* offsets, const Shape& shape, int set,
+                                               int stage, int after, int slice) {
         Barrier& full = begin();
-        const int half = lane / UNIT, row = lane % UNIT, num = after - stage > 1 ? 2 : 1;
+        const int part = lane / UNIT, half = part % 2, row = lane % UNIT;
+        const int num = after - stage > 1 ? 2 : 1;
         const int64_t place = static_cast<int64_t>(output_of(shape, set, stage + half)) * shape.size;
-        if (half < num)
-            copy_async_few<GROUPS * 2>(
-                shared.ring[warp].scale(slot, half, row, 0),
-                at(scales, (place + row * shape.size) / GROUP + slice * GROUPS));
+        if (half < num && (HAS_OFFSETS || part == half))
+            copy_async_few<GROUPS * 2>(shared.ring[warp].scale(slot, part, row, 0),
+                                       at(part == half ? scales : offsets,
+                                          (place + row * shape.size) / GROUP + slice * GROUPS));
         arrive_after_copies(full);
         sync_warp();
         if (lane == 0) arrive_and_expect_tx(full, num * GROUPS * TILE_BYTES);
         sync_warp();
-        if (half < num && row == 0)
+        if (half < num && lane == half * UNIT)
             copy_bulk(shared.ring[warp].row(slot, 0) + half * HALF_STAGE,
                       static_cast<const unsigned char*>(weight) + place / 2
                           + slice * GROUPS * TILE_BYTES,
@@ -137,9 +139,10 @@ __device__ __forceinline__ void produce(const Args& args, Shared& shared, int wa
         const Layer& layer = shared.layers[i / 4];
         const int kind = i == 4 * args.num_layers ? HEAD : i % 4;
         if (LAYERS != PLAIN && kind == HEAD)
-            producer.copy_product<PLAIN>(layer.weights[HEAD % 4], nullptr, kind);
+            producer.copy_product<PLAIN>(layer.weights[HEAD % 4], nullptr, nullptr, kind);
         else
-            producer.copy_product<LAYERS>(layer.weights[i % 4], layer.scales[i % 4], kind);
+            producer.copy_product<LAYERS>(layer.weights[i % 4], layer.scales[i % 4],
+                                          HAS_OFFSETS ? args.offsets[i] : nullptr, kind);
         if (kind != QKV) continue;
 #pragma unroll 1
         for (int s = 0; has_split(shared, s); s++) producer.copy_split(layer, shared.own_splits[s]);

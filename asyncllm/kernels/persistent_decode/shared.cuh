@@ -72,9 +72,9 @@ struct Stages {
     __device__ __forceinline__ unsigned char* row(int stage, int row) {
         return bytes + (stage * UNIT + row) * ROW_BYTES + stage * SCALE_BYTES;
     }
-    // Of INT4, of one of the stage's two units: a group's scale of an output.
-    __device__ __forceinline__ unsigned char* scale(int stage, int half, int row, int group) {
-        return this->row(stage, UNIT) + half * UNIT_SCALES + (row * GROUPS + group) * 2;
+    // Of INT4: an output's scale of a group (part 0, 1: of which unit), or offset (2, 3).
+    __device__ __forceinline__ unsigned char* scale(int stage, int part, int row, int group) {
+        return this->row(stage, UNIT) + part * UNIT_SCALES + (row * GROUPS + group) * 2;
     }
 };
 
@@ -123,7 +123,7 @@ struct Shared {
     Split own_splits[MAX_BLOCK_SPLITS];
     Layer layers[1];         // [num_layers + 1]: the last one has the head's weights alone
 };
-constexpr int MAX_LAYERS = 80;
+constexpr int MAX_LAYERS = HAS_OFFSETS ? 56 : 80;
 static_assert(sizeof(Shared) + MAX_LAYERS * sizeof(Layer) <= 227 << 10);
 
 }  // namespace

@@ -114,12 +114,12 @@ __device__ __forceinline__ uint32_t code_of(uint32_t planes, int plane) {
     return masked_or(planes >> plane * 4, 0x000f000fu, 0x43004300u);
 }
 
-// A group of two units' outputs, `upper` and `lower` the lane's words of them. `x`: the group's;
-// `zeros`: of both rows.
+// A group of the outputs of a stage. `x`: the lane's of the group; `zeros`: MINUS_ZERO times its sum.
 __device__ __forceinline__ void multiply_tiles(float (&sums)[4], const uint4 (&x)[4],
-                                               const float (&zeros)[4], const uint4& upper,
-                                               const uint4& lower, float upper_scale,
-                                               float lower_scale) {
+                                               const float (&zeros)[4], Stages& stages, int stage,
+                                               int group, const Lane& me) {
+    const unsigned char* words = stages.row(stage, 0) + group * TILE_BYTES + me.lane * 16;
+    const uint4 upper = load_shared_here(words), lower = load_shared_here(words + HALF_STAGE);
     float parts[2][4] = {};
 #pragma unroll
     for (int plane = 0; plane < 8; plane++) {
@@ -132,15 +132,19 @@ __device__ __forceinline__ void multiply_tiles(float (&sums)[4], const uint4 (&x
                      plane % 2 == 0 ? v.x : v.z, plane % 2 == 0 ? v.y : v.w);
     }
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-        sums[i] += (i < 2 ? upper_scale : lower_scale) * (parts[0][i] + parts[1][i] + zeros[i]);
+    for (int i = 0; i < 4; i++) {
+        const auto part = [&](int first) {
+            return to_float(stages.scale(stage, first + i / 2, me.row, group));
+        };
+        sums[i] += part(0) * (parts[0][i] + parts[1][i] + zeros[i]);
+        if (HAS_OFFSETS) sums[i] += part(2) * (zeros[i] * (-1.0f / 136));
+    }
 }
 
 // Up to two stages of INT4, group by group. `x`: the lane's row of it.
 __device__ __forceinline__ void multiply_groups(float (&first_sums)[4], float (&second_sums)[4],
                                                 const unsigned char* x, Stages& stages, int first,
                                                 int second, const Lane& me) {
-    const int place = me.lane * 16;
 #pragma unroll 1
     for (int group = 0; group < GROUPS; group++) {
         uint4 v[4];
@@ -154,13 +158,8 @@ __device__ __forceinline__ void multiply_groups(float (&first_sums)[4], float (&
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             if (i == 1 && second == first) break;
-            const int stage = i == 0 ? first : second;
-            const unsigned char* words = stages.row(stage, 0) + group * TILE_BYTES + place;
-            const auto scale = [&](int half) {
-                return to_float(stages.scale(stage, half, me.row, group));
-            };
-            multiply_tiles(i == 0 ? first_sums : second_sums, v, zeros, load_shared_here(words),
-                           load_shared_here(words + HALF_STAGE), scale(0), scale(1));
+            multiply_tiles(i == 0 ? first_sums : second_sums, v, zeros, stages,
+                           i == 0 ? first : second, group, me);
         }
     }
 }

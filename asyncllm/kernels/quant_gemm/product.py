@@ -181,8 +181,8 @@ def multiply(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sums [ROWS, TILE] of the features `start` + `feature`, and, GATED, of those that lie `up`
-    behind, over blocks `first` to `end` of BLOCK columns; of words `start` is a multiple of 8. A scale for all columns is left to the
-    caller. rows_ptr: [ROWS, 1], where the rows begin."""
+    behind, over blocks `first` to `end` of BLOCK columns. A scale for all columns is left to the
+    caller. rows_ptr: [ROWS, 1], where the rows begin. start: of words a multiple of 8."""
     if FORMAT >= 2:
         weight_ptr += start * ((WIDTH + 127) // 128 * 16)
     else:

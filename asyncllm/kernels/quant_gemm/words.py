@@ -4,8 +4,9 @@
     word j of a row in a tile:       columns j, 16 + j, 32 + j, ..., lowest bits first
     matrix:                          8 rows tile by tile, then the next 8
 
-A word's codes meet inputs that lie apart by as many as a tile's row has words, so neighbouring words
-meet neighbouring inputs; and what one copy brings of 8 rows, and a warp reads at once, lies in one piece.
+A word's codes meet inputs that lie apart by as many as a tile's row has words, so neighbouring
+words meet neighbouring inputs. What one copy brings of 8 rows, and what a warp reads at once, lies
+in one piece.
 """
 
 from __future__ import annotations
