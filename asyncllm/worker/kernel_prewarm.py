@@ -29,6 +29,7 @@ from asyncllm.models.base import CausalLM
 from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.layers.one_row_ops import OneRowOps, WithoutLookups
 from asyncllm.models.parallel.mesh import Alone
+from asyncllm.models.persistent_decode import weight_format
 from asyncllm.models.quantization.select import is_quantized
 from asyncllm.models.registry import keeps_latents, model_without_memory
 from asyncllm.worker.device_state import DeviceState
@@ -75,10 +76,7 @@ def start_of(config: EngineConfig, model: CausalLM, device: torch.device) -> Sta
         block_size=config.block_size,
         layers=model.attention_layers,
         sizes=DenseShape.of(config.model),
-        is_dense=isinstance(model, DenseDecoder)
-        and model.is_plain
-        and config.mesh.size == 1
-        and not is_quantized(config.model),
+        dense_weights=weight_format(model) if config.mesh.size == 1 else None,
         attention_backend=_backend(config, device),
         has_fast_ops=has_fast_ops(device, dtype),
         captures_prefills=is_captured and bool(config.prefill_graph_sizes),

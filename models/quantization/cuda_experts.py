@@ -8,7 +8,7 @@ import torch
 
 from asyncllm.kernels.experts.kernel import WIDTH_MULTIPLE, experts_of
 from asyncllm.kernels.quant_gemm.matrix import Quantized
-from asyncllm.kernels.quant_gemm.product import CHUNK
+from asyncllm.kernels.quant_gemm.words import CHUNK
 from asyncllm.models.layers.experts_method import ExpertsShape
 from asyncllm.models.layers.linear_method import Weights
 from asyncllm.models.layers.ops import Normed, Routed
