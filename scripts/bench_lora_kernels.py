@@ -31,7 +31,6 @@ from asyncllm.models.layers.lora import LoRALayer, LoRALayers
 from asyncllm.models.layers.ops import AddRMSNorm, Norm, Normed, Ops, SwiGLU
 from asyncllm.worker.kernels import select_add_lora, select_ops
 
-
 ROUNDS = 20
 
 
