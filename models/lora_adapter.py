@@ -27,8 +27,9 @@ from safetensors import SafetensorError, safe_open
 
 from asyncllm.errors import LoRALoadError
 from asyncllm.models.layers.experts_method import ExpertsShape
-from asyncllm.models.layers.lora import ALL, LoRALayers, Place, WeightPart
+from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.layers.lora_experts import LoRAExperts
+from asyncllm.models.layers.lora_places import ALL, Place, WeightPart
 from asyncllm.models.lora_config import PeftConfig, read_config
 from asyncllm.models.lora_tensors import PIECE_ROWS, AdapterTensors
 
@@ -69,6 +70,7 @@ def read_adapter(folder: Path, layers: LoRALayers, slot: torch.Tensor) -> Adapte
             slot.zero_()
             reader = _Reader(AdapterTensors(file, opened), config, layers, layers.places(slot))
             rank = reader.fill()
+            layers.mark(slot)
     except (SafetensorError, OSError) as error:
         raise LoRALoadError(f"{file}: {error}") from error
     return AdapterInfo(_hash(config_bytes, file), rank, tuple(sorted(reader.modules)))

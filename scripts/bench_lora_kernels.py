@@ -2,7 +2,7 @@
 """Times LoRA's kernels on one CUDA device, in us per layer, captured back to back in a graph.
 
     scripts/bench_lora_kernels.py --rows 1 8 64 256 2048 --adapters 1 8 --rank 16
-    ... --set EXPAND_COLUMNS=256     another value of a constant of asyncllm/kernels/lora/kernel.py
+    ... --set EXPAND_COLUMNS=256     another value of a constant of asyncllm/kernels/lora
 
 Four products a layer, of the 8B's shapes by default, with the norms and SwiGLU between them but no
 attention. `alone`: what comes on top of the products, one after the other without them. `base`,
@@ -29,7 +29,7 @@ from asyncllm.models.layers.linear import Linear
 from asyncllm.models.layers.linear_method import UnquantizedLinearMethod
 from asyncllm.models.layers.lora import LoRALayer, LoRALayers
 from asyncllm.models.layers.ops import AddRMSNorm, Norm, Normed, Ops, SwiGLU
-from asyncllm.worker.kernels import select_add_lora, select_ops
+from asyncllm.worker.kernels import select_lora_ops, select_ops
 
 ROUNDS = 20
 
@@ -67,7 +67,7 @@ class Layers:
     ) -> None:
         dtype = torch.bfloat16
         self.sizes, self.ops = sizes, ops
-        self.lora = LoRALayers(adapters, rank, dtype, device, select_add_lora(device))
+        self.lora = LoRALayers(adapters, rank, dtype, device, select_lora_ops(device))
         method = UnquantizedLinearMethod(dtype, device, ops)
         build = Build(dtype, device, ops, lambda name: method, 1, self.lora)
         hidden, kv, wide = sizes.hidden, sizes.kv, sizes.intermediate
@@ -93,6 +93,7 @@ class Layers:
                 linear_.weights["weight"].normal_(std=0.01)
         self.lora.allocate()
         self.lora.slots.normal_(std=0.01)
+        self.lora.slots[:, : len(self.lora.layers)] = 1  # all have matrices
         self.norm = Norm(torch.ones(hidden, dtype=dtype, device=device), 1e-5)
 
     def inputs(self, num_rows: int) -> dict[int, torch.Tensor]:
@@ -130,9 +131,10 @@ class Layers:
             for layer in self.layers:
                 for lora in self.adapters(layer):
                     _, out, size = *lora.weights.b.shape[:2], lora.weights.a.shape[2]
-                    lora.add(products[out], inputs[size])
-                    if len(lora.weights.sizes) == 2:
-                        self.ops.swiglu(products[out])
+                    delta = lora.delta(inputs[size])
+                    assert delta is not None
+                    is_gated = len(lora.weights.sizes) == 2
+                    (delta.add_swiglu if is_gated else delta.add)(products[out])
 
         return run
 
@@ -194,13 +196,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def set_constants(settings: list[str]) -> None:
-    from asyncllm.kernels.lora import kernel
+    from asyncllm.kernels.lora import expand, rows, shrink
 
     for setting in settings:
         name, _, value = setting.partition("=")
-        if not hasattr(kernel, name):
-            raise SystemExit(f"{kernel.__file__} has no {name}")
-        setattr(kernel, name, int(value))
+        for module in (rows, shrink, expand):
+            if hasattr(module, name):
+                setattr(module, name, int(value))
+                break
+        else:
+            raise SystemExit(f"asyncllm/kernels/lora has no {name}")
 
 
 def main() -> None:

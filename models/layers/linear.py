@@ -24,7 +24,7 @@ from asyncllm.models.layers.linear_method import (
     Shard,
     UnquantizedLinearMethod,
 )
-from asyncllm.models.layers.ops import Epilogue, Normed, Out
+from asyncllm.models.layers.ops import Delta, Epilogue, Normed, Out
 
 
 class Linear:
@@ -85,19 +85,23 @@ class Linear:
     def __call__(self, x: Normed) -> torch.Tensor:
         """The product: [T, in_features] -> [T, sum of the parts' features], and its adapters'. Of
         columns it is this rank's summand."""
+        delta = self._delta(x)
         product = self._method.product(self.weights, x)
-        return product if self._lora is None else self._lora.add(product, x.values)
+        return product if delta is None else delta.add(product)
 
     def with_epilogue(self, x: Normed, epilogue: Epilogue[Out]) -> Out:
         """The epilogue of the product, by one kernel where the method has one and nothing comes
         between the two."""
         if self._reduce is not None:
             return epilogue.apply(self._ops, self._reduce(self(x)))
-        if self._lora is None or not self._lora.is_used:
-            fused = self._method.fused(self.weights, x, epilogue)
-            if fused is not None:
-                return fused
-        return epilogue.apply(self._ops, self(x))
+        if (delta := self._delta(x)) is not None:
+            product = self._method.product(self.weights, x)
+            return epilogue.apply_adapted(self._ops, product, delta)
+        fused = self._method.fused(self.weights, x, epilogue)
+        return epilogue.apply(self._ops, self(x)) if fused is None else fused
+
+    def _delta(self, x: Normed) -> Delta | None:
+        return None if self._lora is None else self._lora.delta(x.values)
 
     def loads(self) -> Iterator[Load]:
         for load in self._method.loads(self._shape, self.weights):

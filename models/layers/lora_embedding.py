@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
-from asyncllm.models.layers.lora import ALL, LoRALayers, Place, WeightPart
+from asyncllm.models.layers.lora import LoRALayers
+from asyncllm.models.layers.lora_places import ALL, Place, WeightPart
 
 
 class LoRAEmbedding:
@@ -32,7 +33,7 @@ class LoRAEmbedding:
         if owner.has_whole(name):
             self.shapes += [(1,), tuple(weight.shape)]
 
-    def bind(self, tensors: Sequence[torch.Tensor]) -> None:
+    def bind(self, _: int, tensors: Sequence[torch.Tensor]) -> None:
         self._a, self._b, *self._whole = tensors
 
     def places(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[str, Place]]:
@@ -45,19 +46,18 @@ class LoRAEmbedding:
 
     def replace(self, vectors: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """vectors [T, size], which the weight has in these rows: those of the tokens' adapters."""
-        slots = self._owner.row_slots
-        if slots is None or not self._whole:
+        if self._owner.rows is None or not self._whole:
             return vectors
-        is_there, weight = self._whole
-        return torch.where(is_there[slots.long()] != 0, weight[slots.long(), rows.long()], vectors)
+        (is_there, weight), slots = self._whole, self._owner.rows.slots
+        return torch.where(is_there[slots] != 0, weight[slots, rows.long()], vectors)
 
     def add(self, vectors: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """vectors [T, size] of token_ids [T], with the tokens' deltas, in place."""
-        slots = self._owner.row_slots
-        if slots is None:
+        if self._owner.rows is None:
             return vectors
-        shrunk = self._a[slots.long(), token_ids.long()]  # [T, max_rank]
-        mine = F.one_hot(slots.long(), len(self._a)).to(shrunk.dtype)  # [T, slots]
+        slots = self._owner.rows.slots
+        shrunk = self._a[slots, token_ids.long()]  # [T, max_rank]
+        mine = F.one_hot(slots, len(self._a)).to(shrunk.dtype)  # [T, slots]
         by_slot = (mine.unsqueeze(2) * shrunk.unsqueeze(1)).flatten(1)
         b = self._b.transpose(1, 2).flatten(0, 1)  # [slots * max_rank, size]
         return vectors.addmm_(by_slot, b, alpha=self._scale)

@@ -118,9 +118,25 @@ class Ops(FusedProducts, Protocol):
         ...
 
 
+class Delta(Protocol):
+    """What adapters add to a product that is made."""
+
+    def add(self, product: torch.Tensor) -> torch.Tensor:
+        """In place."""
+        ...
+
+    def add_swiglu(self, product: torch.Tensor) -> torch.Tensor:
+        """`Ops.swiglu` of the product with the adapters' part, which may be one kernel."""
+        ...
+
+
 class Epilogue(Protocol[Out_co]):
     def apply(self, ops: Ops, product: torch.Tensor) -> Out_co:
         """`product` [T, features] may be overwritten."""
+        ...
+
+    def apply_adapted(self, ops: Ops, product: torch.Tensor, delta: Delta) -> Out_co:
+        """The same of the product with what adapters add to it."""
         ...
 
     def fused(
@@ -139,6 +155,11 @@ class SwiGLU:
     def apply(self, ops: Ops, product: torch.Tensor) -> torch.Tensor:
         return ops.swiglu(product, self.activation)
 
+    def apply_adapted(self, ops: Ops, product: torch.Tensor, delta: Delta) -> torch.Tensor:
+        if self.activation == SILU:
+            return delta.add_swiglu(product)
+        return self.apply(ops, delta.add(product))
+
     def fused(
         self, ops: FusedProducts, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor | None:
@@ -156,6 +177,9 @@ class SwiGLUInBytes:
 
     def apply(self, ops: Ops, product: torch.Tensor) -> Normed:
         return ops.swiglu_in_bytes(product, self.swiglu.activation, self.in_bytes)
+
+    def apply_adapted(self, ops: Ops, product: torch.Tensor, delta: Delta) -> Normed:
+        return self.apply(ops, delta.add(product))
 
     def fused(
         self, ops: FusedProducts, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
@@ -185,6 +209,9 @@ class AddRMSNorm:
         if self.norm is None:
             return Normed(self.residual.add_(product))
         return ops.add_rms_norm(product, self.residual, self.norm)
+
+    def apply_adapted(self, ops: Ops, product: torch.Tensor, delta: Delta) -> Normed:
+        return self.apply(ops, delta.add(product))
 
     def fused(
         self, ops: FusedProducts, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
