@@ -135,7 +135,7 @@ def test_reference_with_swiglu(sizes: tuple[int, ...]) -> None:
 
 # Rows and rank: of one tile and of several, of few rows and of many; inputs of one chunk, of one
 # that is not full, of several pieces, and of pieces of several chunks.
-ROWS = [(1, 16), (7, 64), (40, 16), (40, 32), (300, 16), (300, 64)]
+ROWS = [(1, 16), (7, 64), (40, 16), (40, 32), (300, 16), (300, 64), (40, 128)]
 INPUTS = [72, 512, 1100]
 
 

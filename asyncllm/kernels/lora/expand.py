@@ -58,7 +58,7 @@ def _adapt(given, partial, b, bias_ptr, gain_ptr, has_terms, column, inside):
     """given: what the product is, [TILE, columns]."""
     given = given.to(tl.float32)
     sums = tl.sum(partial, axis=0)
-    total = given + tl.dot(sums.to(b.dtype), b, input_precision="ieee")
+    total = given + tl.dot(sums.to(b.dtype), b, input_precision="tf32x3")
     if has_terms:
         bias = tl.load(bias_ptr + column, inside, other=0.0).to(tl.float32)
         gain = tl.load(gain_ptr + column, inside, other=0.0).to(tl.float32)

@@ -47,7 +47,7 @@ def _replace(
         given = column < in_features
         x = tl.load(x_ptr + column[None, :], is_row[:, None] & given[None, :], other=0.0)
         weight = tl.load(weight_ptr + column[:, None], given[:, None] & inside[None, :], other=0.0)
-        sums = tl.dot(x, weight, sums, input_precision="ieee")
+        sums = tl.dot(x, weight, sums, input_precision="tf32x3")
     product_ptr += row[:, None] * product_stride + feature[None, :]
     rounded = sums.to(product_ptr.dtype.element_ty)
     tl.store(product_ptr, rounded, is_row[:, None] & inside[None, :])

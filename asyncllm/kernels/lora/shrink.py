@@ -19,6 +19,7 @@ from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_
 from asyncllm.kernels.records import AdapterRows, LoRAWeights
 
 SPLITS = 4  # of a chunk of columns: one to a warp
+MOST_RANK = 64  # of a program: a larger one is as several parts
 CHUNK_NUMBERS = 8192  # of a part's a, at a time
 FEW_ROWS_CHUNK, MANY_ROWS_CHUNK = 512, 128  # columns, at most
 PIECE_COLUMNS = 512  # to a program, or more: of pieces there are at most
@@ -62,7 +63,7 @@ def _shrink(
         x = tl.load(x_ptr + column[:, None, :], is_row & (column < SIZE)[:, None, :], other=0.0)
         if CHUNKS > 1:
             a = tl.load(a_ptr + column[:, :, None], (column < SIZE)[:, :, None], other=0.0)
-        sums = tl.dot(x, a, sums, input_precision="ieee")
+        sums = tl.dot(x, a, sums, input_precision="tf32x3")
         column += COLUMNS
     place += piece * tl.num_programs(1) * TILE
     partial_ptr += (place.to(tl.int64) * PARTS + part)[:, None] * RANK + rank[None, :]
@@ -78,9 +79,11 @@ def shrink(x: torch.Tensor, weights: LoRAWeights, rows: AdapterRows) -> torch.Te
     columns, chunks, pieces = _pieces(size, rank, tile)
     shape = pieces, num_tiles * tile, num_parts, rank
     partial = x.new_empty(shape, dtype=torch.float32)
+    part_rank = min(rank, MOST_RANK)
+    num_parts *= rank // part_rank
     _shrink[(pieces * num_parts, num_tiles)](
         x, weights.a, rows.rows, rows.tiles[weights.index], partial, weights.a.stride(0),
-        SIZE=size, PARTS=num_parts, RANK=rank, TILE=tile, COLUMNS=columns, CHUNKS=chunks,
+        SIZE=size, PARTS=num_parts, RANK=part_rank, TILE=tile, COLUMNS=columns, CHUNKS=chunks,
         SPLITS=SPLITS, num_warps=SPLITS, **launch_flags(x.device),
     )  # fmt: skip
     return partial
@@ -90,7 +93,7 @@ def _pieces(size: int, rank: int, tile: int) -> tuple[int, int, int]:
     """Columns of a chunk, chunks of a piece, and pieces of x."""
     are_few = tile == FEW_ROWS_TILE
     most = FEW_ROWS_CHUNK if are_few else MANY_ROWS_CHUNK
-    columns = max(16 * SPLITS, min(most, CHUNK_NUMBERS // rank))
+    columns = max(16 * SPLITS, min(most, CHUNK_NUMBERS // min(rank, MOST_RANK)))
     pieces = min(triton.cdiv(size, PIECE_COLUMNS), MOST_PARTIAL // (tile * rank))
     pieces = max(1, pieces if are_few else min(pieces, MANY_ROWS_PIECES))
     chunks = triton.cdiv(triton.cdiv(size, pieces), columns)
