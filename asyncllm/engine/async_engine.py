@@ -198,21 +198,24 @@ class AsyncLLMEngine:
             if self._core is not None:
                 self._core.abort(name, cause)
 
-    async def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> None:
+    async def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> bool:
         """Read an adapter's files, so that requests may name it; again, and in place of those of
         the same name and path, with `load_inplace`. Raises `LoRALoadError` naming the tensor or the
-        setting that is not served; the engine is as before then."""
+        setting that is not served; the engine is as before then. True, as vLLM's."""
         await self._running().lora.add(lora_request, reload=load_inplace)
+        return True
 
-    def remove_lora(self, lora_name: str) -> bool:
+    async def remove_lora(self, lora_name: str) -> bool:
         """Requests that use it go on to their end. Whether it was there."""
         return self._running().lora.remove(lora_name)
 
-    def pin_lora(self, lora_name: str) -> None:
-        """Let no other adapter take its memory. Raises `LoRALoadError` where it is not loaded."""
+    async def pin_lora(self, lora_name: str) -> bool:
+        """Let no other adapter take its memory. Raises `LoRALoadError` where it is not loaded.
+        True, as vLLM's."""
         self._running().lora.pin(lora_name)
+        return True
 
-    def list_loras(self) -> list[LoRARequest]:
+    async def list_loras(self) -> list[LoRARequest]:
         adapters = self._running().adapters
         return [] if adapters is None else adapters.requests
 
