@@ -18,8 +18,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,15 +33,13 @@ from asyncllm.worker.kernels import select_lora_ops, select_ops
 ROUNDS = 20
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     hidden: int
     kv: int  # of k, and of v
     intermediate: int
 
 
-@dataclass(eq=False)
-class Layer:
+class Layer(NamedTuple):
     qkv: Linear
     o: Linear
     gate_up: Linear

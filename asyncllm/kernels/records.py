@@ -220,7 +220,8 @@ class WholeWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoRAWeights:
-    """Hold what all adapter slots have of a linear layer; see models/layers/lora.py."""
+    """Hold what all adapter slots have of a linear layer; see models/layers/lora.py. Of an
+    embedding `a` lies transposed: [slots, tokens, max_rank]."""
 
     a: torch.Tensor  # [slots, parts * max_rank, in]
     b: torch.Tensor  # [slots, out, max_rank]

@@ -71,8 +71,8 @@ def select_lora_ops(device: torch.device) -> LoRAOps:
         return TORCH_LORA
     from asyncllm.kernels.lora import expand, replace, rows, shrink  # slow to import
 
-    products = shrink.shrink, replace.replace, expand.expand, expand.expand_swiglu
-    return LoRAOps(rows.gather_rows, *products)
+    firsts = shrink.shrink, shrink.look_up
+    return LoRAOps(rows.gather_rows, *firsts, replace.replace, expand.expand, expand.expand_swiglu)
 
 
 def select_states(cache: StateCache, device: torch.device) -> StateBackend:

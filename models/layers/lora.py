@@ -46,6 +46,10 @@ class AdaptedLayer(Protocol):
         which one of the layers this is."""
         ...
 
+    def kind(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Of what an adapter has in these tensors of one slot, as slots begin with it."""
+        ...
+
     def places(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[str, Place]]:
         """In the tensors of one slot, by the names of modules."""
         ...
@@ -122,8 +126,7 @@ class LoRALayers:
         for index, (layer, tensors) in enumerate(
             zip(self.layers, self._tensors(slot[None]), strict=True)
         ):
-            if isinstance(layer, LoRALayer):
-                slot[index] = layer.kind(tensors)
+            slot[index] = layer.kind(tensors)
 
     @property
     def _first(self) -> int:
@@ -234,7 +237,6 @@ class LoRALayer:
         return torch.cat([order[rows] for rows in self.shape.rows(name)])
 
     def kind(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Of what an adapter has in these tensors of one slot."""
         _, b, bias, gain, *whole = tensors
         has_whole = any(bool(each.any()) for each in whole[: len(self._whole)])
         if bias.any() or gain.any():

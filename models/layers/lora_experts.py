@@ -42,6 +42,9 @@ class LoRAExperts:
     def bind(self, _: int, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
 
+    def kind(self, _: Sequence[torch.Tensor]) -> int:
+        return 0  # which nothing here asks for
+
     def places(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[str, Place]]:
         """One for each expert and product."""
         own, size = self._share.experts, self._share.size

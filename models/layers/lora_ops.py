@@ -1,9 +1,12 @@
 """LoRA's products by plain torch, the reference, and the form that a device's kernels have.
 
-shrink          a[slot, part p] @ x            of each row, in whatever form expand takes
-replace         whole[slot] @ x                where the slot has such a weight
-expand          gain * product + b[slot, features of p] @ shrunk + bias     added in place
-expand_swiglu   expand, and then the activation of the product
+    shrink          a[slot, part p] @ x            of each row, in whatever form expand takes
+    look_up         a[slot, token] * scale         the same of an embedding, whose x is one-hot
+    replace         whole[slot] @ x                where the slot has such a weight
+    expand          gain * product + b[slot, features of p] @ shrunk + bias     added in place
+    expand_swiglu   expand, and then the activation of the product
+
+Rows whose slots have nothing of a layer are as they were.
 """
 
 from __future__ import annotations
@@ -28,12 +31,14 @@ class LoRAOps:
     """Only enqueue, and may be captured, where their device has streams.
 
     gather_rows: (slots int32 [T], what each slot has of each layer [slots, layers]) -> rows.
-    shrink: (x [T, in], weights, rows) -> what `expand` takes. replace: (product [T, out], x,
+    shrink: (x [T, in], weights, rows) -> what `expand` takes. look_up: the same of (token ids [T],
+    weights, rows, scale). replace: (product [T, out], x,
     weights, rows), in place.
     """
 
     gather_rows: Callable[[torch.Tensor, torch.Tensor], AdapterRows]
     shrink: Callable[[torch.Tensor, LoRAWeights, AdapterRows], torch.Tensor]
+    look_up: Callable[[torch.Tensor, LoRAWeights, AdapterRows, float], torch.Tensor]
     replace: Callable[[torch.Tensor, torch.Tensor, LoRAWeights, AdapterRows], None]
     expand: Expand
     expand_swiglu: Expand
@@ -65,6 +70,12 @@ def shrink(x: torch.Tensor, weights: LoRAWeights, rows: AdapterRows) -> torch.Te
     return shrunk
 
 
+def look_up(
+    token_ids: torch.Tensor, weights: LoRAWeights, rows: AdapterRows, scale: float
+) -> torch.Tensor:
+    return weights.a[rows.slots, token_ids.long()] * scale
+
+
 def replace(
     product: torch.Tensor, x: torch.Tensor, weights: LoRAWeights, rows: AdapterRows
 ) -> None:
@@ -94,4 +105,4 @@ def expand_swiglu(
     return swiglu(expand(product, shrunk, weights, rows), SILU)
 
 
-TORCH_LORA = LoRAOps(gather_rows, shrink, replace, expand, expand_swiglu)
+TORCH_LORA = LoRAOps(gather_rows, shrink, look_up, replace, expand, expand_swiglu)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from asyncllm.models.layers.linear_method import LinearShape
 from asyncllm.models.layers.lora import Delta, LoRALayers, LoRAWeights
+from asyncllm.models.layers.lora_embedding import LoRAEmbedding
 from asyncllm.models.layers.lora_ops import TORCH_LORA, LoRAOps
 
 NUM_SLOTS = 5
@@ -23,8 +24,8 @@ def triton_ops() -> LoRAOps:
     pytest.importorskip("triton", reason="Triton is not installed")
     from asyncllm.kernels.lora import expand, replace, rows, shrink
 
-    products = shrink.shrink, replace.replace, expand.expand, expand.expand_swiglu
-    return LoRAOps(rows.gather_rows, *products)
+    firsts = shrink.shrink, shrink.look_up
+    return LoRAOps(rows.gather_rows, *firsts, replace.replace, expand.expand, expand.expand_swiglu)
 
 
 @dataclass
@@ -172,6 +173,37 @@ def test_triton_of_whole_weights(num_rows: int) -> None:
 def test_triton_of_one_adapter_and_of_none(slots: list[int]) -> None:
     for gated in (False, True):
         check(case(20, (32, 32), 72, 16, ops=triton_ops(), slots=slots), gated=gated)
+
+
+@pytest.mark.parametrize("num_rows", [1, 20, 300])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_embeddings(num_rows: int, backend: str) -> None:
+    if backend == "torch" and IS_CUDA:
+        pytest.skip("the CPU's")
+    ops, dtype = TORCH_LORA if backend == "torch" else triton_ops(), torch.float32
+    torch.manual_seed(num_rows)
+    layers = LoRALayers(NUM_SLOTS, 16, dtype, DEVICE, ops)
+    weight = torch.randn(50, 72, dtype=dtype, device=DEVICE)
+    embedding = LoRAEmbedding(layers, "it", 50, weight, slice(0, 50), scale=3.0)
+    layers.register(embedding)
+    layers.allocate()
+    for slot in (1, 3):  # the others have nothing
+        (place,) = layers.places(layers.slots[slot]).values()
+        assert place.a is not None
+        place.a.normal_()
+        place.b.normal_()
+        layers.mark(layers.slots[slot])
+    slots = torch.randint(NUM_SLOTS + 1, (num_rows,), dtype=torch.int32, device=DEVICE)
+    ids = torch.randint(50, (num_rows,), device=DEVICE, dtype=torch.int32)
+    given = weight[ids.long()] * 3
+    exact = given.clone()
+    for row, (slot, token) in enumerate(zip(slots.tolist(), ids.tolist(), strict=True)):
+        (place,) = layers.places(layers.slots[slot]).values()
+        assert place.a is not None
+        exact[row] += 3 * (place.b @ place.a[:, token])
+    assert torch.equal(embedding.add(given, ids), given)  # no row of this pass has an adapter
+    layers.select(slots)
+    torch.testing.assert_close(embedding.add(given, ids), exact, atol=1e-3, rtol=1e-4)
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:

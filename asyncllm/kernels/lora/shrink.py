@@ -70,6 +70,37 @@ def _shrink(
     tl.store(partial_ptr, tl.sum(sums, axis=0), (row >= 0)[:, None])
 
 
+@triton.jit(do_not_specialize_on_alignment=["tiles_ptr"])
+def _look_up(
+    ids_ptr, a_ptr, rows_ptr, tiles_ptr, partial_ptr, a_stride, scale,
+    RANK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    kind = tl.load(tiles_ptr + tile)
+    if kind == 0:
+        return
+    place, rank = tile * TILE + tl.arange(0, TILE), tl.arange(0, RANK)
+    row = tl.load(rows_ptr + place)
+    token = tl.load(ids_ptr + row, row >= 0, other=0).to(tl.int64)
+    a_ptr += (kind // 2).to(tl.int64) * a_stride + token[:, None] * RANK + rank[None, :]
+    shrunk = tl.load(a_ptr, (row >= 0)[:, None], other=0.0).to(tl.float32) * scale
+    tl.store(partial_ptr + place[:, None] * RANK + rank[None, :], shrunk, (row >= 0)[:, None])
+
+
+def look_up(
+    token_ids: torch.Tensor, weights: LoRAWeights, rows: AdapterRows, scale: float
+) -> torch.Tensor:
+    """What `shrink` would make of one-hot vectors. An ordinary launch."""
+    (num_tiles, tile), rank = rows.rows.shape, weights.b.shape[2]
+    shape = 1, num_tiles * tile, 1, rank
+    partial = weights.a.new_empty(shape, dtype=torch.float32)
+    _look_up[(num_tiles,)](
+        token_ids, weights.a, rows.rows, rows.tiles[weights.index], partial, weights.a.stride(0),
+        scale, RANK=rank, TILE=tile,
+    )  # fmt: skip
+    return partial
+
+
 def shrink(x: torch.Tensor, weights: LoRAWeights, rows: AdapterRows) -> torch.Tensor:
     """The partial sums, float32 [pieces, tiles * TILE, parts, max_rank], of x [T, in],
     contiguous."""
