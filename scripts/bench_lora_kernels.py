@@ -89,9 +89,17 @@ class Layers:
             for linear_ in layer.linears:
                 linear_.weights["weight"].normal_(std=0.01)
         self.lora.allocate()
-        self.lora.slots.normal_(std=0.01)
-        self.lora.slots[:, : len(self.lora.layers)] = 1  # all have matrices
+        self.fill_slots(0.01)
         self.norm = Norm(torch.ones(hidden, dtype=dtype, device=device), 1e-5)
+
+    def fill_slots(self, std: float) -> None:
+        """Of each slot with matrices in each layer, and neither biases nor gains."""
+        self.lora.slots[1:].normal_(std=std)
+        for layer in self.layers:
+            for lora in self.adapters(layer):
+                lora.weights.bias.zero_()
+                lora.weights.gain.zero_()
+        self.lora.slots[1:, : len(self.lora.layers)] = 1
 
     def inputs(self, num_rows: int) -> dict[int, torch.Tensor]:
         """By their sizes."""

@@ -22,7 +22,7 @@ pytestmark = [
 SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
 NUM_ADAPTERS, NUM_LAYERS, REPLAYS = 5, 4, 20
 ROWS = [1, 2, 8, 33, 64, 300]  # by GEMV, by the skinny GEMM, by cuBLAS; few rows, and many
-TOLERANCE = 2e-2  # bfloat16, over four layers
+TOLERANCE = 4e-2  # bfloat16, over four layers; an adapter adds 12 % to each product
 
 
 @pytest.mark.parametrize("rank", [16, 64])
@@ -39,7 +39,7 @@ def test_a_captured_chain_equals_torch(num_rows: int, rank: int) -> None:
         layers = bench.Layers(sizes, NUM_LAYERS, NUM_ADAPTERS, rank, device, CudaOps(device))
         for linear in layers.layers[0].linears + layers.layers[1].linears:
             linear.weights["weight"].normal_(std=0.03)
-        layers.lora.slots[1:, len(layers.lora.layers) :].normal_(std=0.03)
+        layers.fill_slots(0.03)
         layers.lora.slots[2, ::3] = 0  # one adapter leaves some layers as they are
         slots = torch.zeros(num_rows, dtype=torch.int32, device=device)
         run: Callable[[], torch.Tensor] = layers.forward(num_rows, slots)
