@@ -115,7 +115,7 @@ async def gap_ms(
     args: argparse.Namespace,
     fresh: LoRARequest | None,
 ) -> float:
-    """Of streams that run when a request for `fresh` comes, which is not loaded yet."""
+    """The longest gap of running streams when a request for `fresh` comes, which is not loaded."""
     streams = Streams(engine, loras, args.streams - 1)
     running = asyncio.create_task(streams.run(args.gap_tokens, 0))
     while min(map(len, streams.times)) < 5:  # noqa: ASYNC110 (streams that run)

@@ -93,7 +93,7 @@ class Layers:
         self.norm = Norm(torch.ones(hidden, dtype=dtype, device=device), 1e-5)
 
     def fill_slots(self, std: float) -> None:
-        """Of each slot with matrices in each layer, and neither biases nor gains."""
+        """Give each slot matrices in each layer, and neither biases nor gains."""
         self.lora.slots[1:].normal_(std=std)
         for layer in self.layers:
             for lora in self.adapters(layer):

@@ -47,7 +47,7 @@ class AdaptedLayer(Protocol):
         ...
 
     def kind(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Of what an adapter has in these tensors of one slot, as slots begin with it."""
+        """0, 1 or 2: what an adapter has in these tensors of one slot (`LoRALayers`)."""
         ...
 
     def places(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[str, Place]]:
@@ -244,7 +244,7 @@ class LoRALayer:
         return int(has_whole or bool(b.any()))
 
     def delta(self, x: torch.Tensor) -> Delta | None:
-        """Of a product of x [T, in], which is to be made after this call, as then both begin early.
+        """Begin the rows' delta of a product of x [T, in], before the product: both begin early so.
         None: no row of the pass that runs has an adapter."""
         rows = self._owner.rows
         if rows is None:
@@ -260,7 +260,7 @@ class LoRALayer:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What adapters add to one product, as far as it is known without it."""
+    """The adapters' part of one product, as far as it is known without it."""
 
     ops: LoRAOps
     weights: LoRAWeights

@@ -119,7 +119,7 @@ class Ops(FusedProducts, Protocol):
 
 
 class Delta(Protocol):
-    """What adapters add to a product that is made."""
+    """The adapters' part of a product."""
 
     def add(self, product: torch.Tensor) -> torch.Tensor:
         """In place."""

@@ -29,7 +29,7 @@ LINE = tl.constexpr(64)  # numbers of 16 bits in 128 bytes
 
 @triton.jit
 def _prefetch_b(b_ptr, first, end, RANK: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of a slot, from its first column on."""
+    """Ask for a slot's b of some columns."""
     line = first * RANK + tl.arange(0, COLUMNS * RANK // LINE) * LINE
     prefetch(b_ptr + tl.minimum(line, end * RANK - 1))
 
@@ -39,7 +39,7 @@ def _load_partial(
     partial_ptr, place, part, is_own, piece_stride,
     PARTS: tl.constexpr, RANK: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """What shrink made of the rows at these places, still to be summed: [PIECES, TILE, RANK]."""
+    """Read what shrink made of the rows at these places, not summed yet: [PIECES, TILE, RANK]."""
     piece = tl.arange(0, triton.next_power_of_2(PIECES))[:, None, None]
     offset = ((place.to(tl.int64) * PARTS + part) * RANK)[None, :, None]
     partial_ptr += piece * piece_stride + offset + tl.arange(0, RANK)[None, None, :]
@@ -48,7 +48,7 @@ def _load_partial(
 
 @triton.jit
 def _load_b(b_ptr, column, inside, RANK: tl.constexpr):
-    """Of a slot: [RANK, columns]."""
+    """Read a slot's b of some columns: [RANK, columns]."""
     places = column[None, :] * RANK + tl.arange(0, RANK)[:, None]
     return tl.load(b_ptr + places, inside[None, :], other=0.0)
 
@@ -184,7 +184,7 @@ def expand(
 
 
 def _warps(tile: int, rank: int) -> int:
-    """Of a program of expand."""
+    """How many a program of expand has."""
     return 4 if tile * rank <= FEW_NUMBERS else 8
 
 

@@ -90,7 +90,7 @@ def _look_up(
 def look_up(
     token_ids: torch.Tensor, weights: LoRAWeights, rows: AdapterRows, scale: float
 ) -> torch.Tensor:
-    """What `shrink` would make of one-hot vectors. An ordinary launch."""
+    """As `shrink` of one-hot vectors: [1, tiles * TILE, 1, max_rank]. An ordinary launch."""
     (num_tiles, tile), rank = rows.rows.shape, weights.b.shape[2]
     shape = 1, num_tiles * tile, 1, rank
     partial = weights.a.new_empty(shape, dtype=torch.float32)
