@@ -81,7 +81,7 @@ def _expand(
     kind = tl.load(tiles_ptr + tile)
     place = tile * TILE + tl.arange(0, TILE)
     row = tl.load(rows_ptr + place)
-    if kind == 0:
+    if (kind == 0) | (tl.max(row, axis=0) < 0):  # both, so that both are asked for at once
         if PDL:
             wait_previous()
         return
@@ -127,7 +127,7 @@ def _expand_swiglu(
     kind = tl.load(tiles_ptr + tile)
     place = tile * TILE + tl.arange(0, TILE)
     row = tl.load(rows_ptr + place)
-    if tl.load(rows_ptr + tile * TILE) < 0:
+    if tl.max(row, axis=0) < 0:
         if PDL:
             wait_previous()
         return
