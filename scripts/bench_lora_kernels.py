@@ -2,7 +2,8 @@
 """Times LoRA's kernels on one CUDA device, in us per layer, captured back to back in a graph.
 
     scripts/bench_lora_kernels.py --rows 1 8 64 256 2048 --adapters 1 8 --rank 16
-    ... --set EXPAND_COLUMNS=256     another value of a constant of asyncllm/kernels/lora
+    ... --variants EXPAND_COLUMNS=256 PIECE_COLUMNS=256,FEW_ROWS_CHUNK=256
+                         after it also with other values of constants of asyncllm/kernels/lora
 
 Four products a layer, of the 8B's shapes by default, with the norms and SwiGLU between them but no
 attention. `alone`: what comes on top of the products, one after the other without them. `base`,
@@ -17,7 +18,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -193,34 +195,52 @@ def time_rows(layers: Layers, num_rows: int, adapters: int) -> dict[str, float]:
     return {name: round(each, 2) for name, each in us.items()}
 
 
+def time_variant(layers: Layers, args: argparse.Namespace, variant: str) -> dict[str, Any]:
+    """A table of one variant."""
+    print(f"\n{variant or 'as it is'}, rank {args.rank}, us per layer")
+    print("rows adapters |    base    with    more |  alone", flush=True)
+    found: dict[str, Any] = {}
+    with constants(variant):
+        for num_rows in args.rows:
+            for adapters in args.adapters:
+                us = time_rows(layers, num_rows, adapters)
+                found[f"{num_rows} rows, {adapters} adapters"] = us
+                times = " ".join(f"{us[name]:7.1f}" for name in ("base", "with", "more"))
+                print(f"{num_rows:4} {adapters:8} | {times} | {us['alone']:6.1f}", flush=True)
+    return found
+
+
+@contextmanager
+def constants(variant: str) -> Iterator[None]:
+    """NAME=VALUE,... in the modules of the kernels, and what was there again at the end."""
+    from asyncllm.kernels.lora import expand, rows, shrink
+
+    before: list[tuple[Any, str, int]] = []
+    try:
+        for setting in filter(None, variant.split(",")):
+            name, _, value = setting.partition("=")
+            modules = [each for each in (rows, shrink, expand) if hasattr(each, name)]
+            if not modules:
+                raise SystemExit(f"asyncllm/kernels/lora has no {name}")
+            for module in modules:
+                before.append((module, name, getattr(module, name)))
+                setattr(module, name, int(value))
+        yield
+    finally:
+        for module, name, old in reversed(before):
+            setattr(module, name, old)
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda")
     sizes = Sizes(args.hidden, args.kv, args.intermediate)
     ops = select_ops(device, torch.bfloat16, args.rows)
-    results: dict[str, Any] = {"rank": args.rank, "set": args.set, "ops": type(ops).__name__}
     layers = Layers(sizes, args.layers, max(args.adapters), args.rank, device, ops)
-    print("rows adapters |   base    with    more | alone, us per layer", flush=True)
+    found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "rank": args.rank}
     with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
-        for num_rows in args.rows:
-            for adapters in args.adapters:
-                us = time_rows(layers, num_rows, adapters)
-                results[f"{num_rows} rows, {adapters} adapters"] = us
-                times = " ".join(f"{us[name]:7.1f}" for name in ("base", "with", "more"))
-                print(f"{num_rows:4} {adapters:8} | {times} | {us['alone']:.1f}", flush=True)
-    return results
-
-
-def set_constants(settings: list[str]) -> None:
-    from asyncllm.kernels.lora import expand, rows, shrink
-
-    for setting in settings:
-        name, _, value = setting.partition("=")
-        for module in (rows, shrink, expand):
-            if hasattr(module, name):
-                setattr(module, name, int(value))
-                break
-        else:
-            raise SystemExit(f"asyncllm/kernels/lora has no {name}")
+        for variant in ("", *args.variants):
+            found[variant] = time_variant(layers, args, variant)
+    return found | {"ops": type(ops).__name__}
 
 
 def main() -> None:
@@ -232,9 +252,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--kv", type=int, default=1024)
     parser.add_argument("--intermediate", type=int, default=14336)
-    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--variants", nargs="+", default=[], metavar="NAME=VALUE,...")
     args = parser.parse_args()
-    set_constants(args.set)
     print(json.dumps(run(args)))
 
 

@@ -43,3 +43,18 @@ def test_kernels_are_called_as_a_layer_calls_them() -> None:
     plain, adapted = layers.forward(8, None), layers.forward(8, slots)
     for run in (plain, adapted, layers.alone(8, slots)):
         run()
+
+
+def test_a_variant_ends() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from asyncllm.kernels.lora import expand, rows, shrink
+
+    before = expand.EXPAND_COLUMNS, rows.FEW_ROWS_TILE
+    with bench_lora_kernels.constants("EXPAND_COLUMNS=64,FEW_ROWS_TILE=32"):
+        assert (expand.EXPAND_COLUMNS, rows.FEW_ROWS_TILE, shrink.FEW_ROWS_TILE) == (64, 32, 32)
+    assert before == (expand.EXPAND_COLUMNS, rows.FEW_ROWS_TILE)
+    with (
+        pytest.raises(SystemExit, match="has no NOTHING"),
+        bench_lora_kernels.constants("NOTHING=1"),
+    ):
+        raise AssertionError
