@@ -23,7 +23,7 @@ from asyncllm.kernels.records import AdapterRows, LoRAWeights
 
 EXPAND_COLUMNS = 128  # of the product, to a program
 GATED_COLUMNS = 128  # of each of its halves
-FEW_NUMBERS = 512  # of a tile's sums: four warps for them
+EXPAND_WARPS = 8  # with four Triton needs two to three times as many barriers
 LINE = tl.constexpr(64)  # numbers of 16 bits in 128 bytes
 
 
@@ -178,14 +178,9 @@ def expand(
         rows.tiles[weights.index], sum(sizes), weights.b.stride(0), weights.bias.stride(0),
         partial.stride(0), sizes[0], sum(sizes[:2]),
         PARTS=num_parts, RANK=rank, PIECES=pieces, TILE=tile, COLUMNS=EXPAND_COLUMNS,
-        num_warps=_warps(tile, rank), **launch_flags(product.device),
+        num_warps=EXPAND_WARPS, **launch_flags(product.device),
     )  # fmt: skip
     return product
-
-
-def _warps(tile: int, rank: int) -> int:
-    """How many a program of expand has."""
-    return 4 if tile * rank <= FEW_NUMBERS else 8
 
 
 def expand_swiglu(
@@ -200,6 +195,6 @@ def expand_swiglu(
         product, out, partial, weights.b, weights.bias, weights.gain, rows.rows,
         rows.tiles[weights.index], size, weights.b.stride(0), weights.bias.stride(0),
         partial.stride(0), PARTS=num_parts, RANK=rank, PIECES=pieces, TILE=tile,
-        COLUMNS=GATED_COLUMNS, num_warps=_warps(tile, rank), **launch_flags(product.device),
+        COLUMNS=GATED_COLUMNS, num_warps=EXPAND_WARPS, **launch_flags(product.device),
     )  # fmt: skip
     return out
