@@ -56,8 +56,8 @@ def early_start(config: EngineConfig, device: torch.device) -> Start:
     # torch's compiler; `load_model` runs these with one row instead.
     is_plain = isinstance(model, DenseDecoder) and model.is_plain
     if is_plain and model.full_read_tokens == 1 and not is_quantized(config.model):
-        if config.mesh.stage > 0:
-            model.make_room(1)  # for what comes from the stage before
+        if isinstance(model, DenseDecoder) and config.mesh.stage > 0:
+            model.make_room(1)  # for the residual of the stage before
         with WithoutLookups():
             model.compute_logits(forward_without_attention(model, 1, torch.device("meta")))
     return replace(start_of(config, model, device), row_products=ops.products)
