@@ -24,7 +24,7 @@ from asyncllm.models.layers.linear_method import (
     Shard,
     UnquantizedLinearMethod,
 )
-from asyncllm.models.layers.ops import AddRMSNorm, Epilogue, Normed, Out
+from asyncllm.models.layers.ops import AddRMSNorm, Delta, Epilogue, Normed, Out
 
 
 class Linear:
@@ -86,17 +86,21 @@ class Linear:
     def __call__(self, x: Normed) -> torch.Tensor:
         """[T, in_features] -> [T, output features of all parts], including adapters. With `columns`
         it is this rank's summand."""
+        delta = self._delta(x)
         product = self.method.product(self.weights, x)
-        return product if self._lora is None else self._lora.add(product, x.values)
+        return product if delta is None else delta.add(product)
 
     def with_epilogue(self, x: Normed, epilogue: Epilogue[Out]) -> Out:
         """The GEMM and its epilogue, in one kernel if the method has one and neither a reduction
         nor adapters come in between."""
-        if self._lora is None or not self._lora.is_used:
-            fused = self.method.fused(self.weights, x, epilogue)
-            if fused is not None:
-                return fused
-        return epilogue.apply(self._ops, self(x))
+        if (delta := self._delta(x)) is not None:
+            product = self.method.product(self.weights, x)
+            return epilogue.apply_adapted(self._ops, product, delta)
+        fused = self.method.fused(self.weights, x, epilogue)
+        return epilogue.apply(self._ops, self(x)) if fused is None else fused
+
+    def _delta(self, x: Normed) -> Delta | None:
+        return None if self._lora is None else self._lora.delta(x.values)
 
     def add(self, x: Normed, end: AddRMSNorm) -> Normed:
         """`with_epilogue`, of the sum of all ranks' products where each has some columns."""
