@@ -98,7 +98,7 @@ class Case:
         return cast(DenseDecoder, model)
 
     def kernel_model(self) -> DenseDecoder:
-        """What the kernel is given."""
+        """The kernel is given this one."""
         return self.model(torch.bfloat16)
 
     def cache(self, dtype: torch.dtype) -> KVCache:
