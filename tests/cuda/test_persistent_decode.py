@@ -233,8 +233,11 @@ def test_the_order_of_threads_does_not_matter(
     compiled: Callable[[tuple[str, ...]], Any], tmp_path: Path
 ) -> None:
     step = case(CONFIGS["qwen3"], tmp_path, [180, 4, 77])
-    function = function_for(compiled, step.config)
-    outcomes = [step.by_persistent_kernel(function, 12, seed)[0] for seed in range(3)]
+    check_orders(step, function_for(compiled, step.config), 12)
+
+
+def check_orders(step: Case, function: Launch, num_blocks: int) -> None:
+    outcomes = [step.by_persistent_kernel(function, num_blocks, seed)[0] for seed in range(3)]
     assert all(torch.equal(outcome, outcomes[0]) for outcome in outcomes)
 
 
@@ -244,11 +247,14 @@ def test_steps_of_different_sizes_alternate(
 ) -> None:
     """No step takes for its own what another of more or fewer rows left."""
     step = case(CONFIGS["qwen3"], tmp_path, [180, 4, 77])
-    function = function_for(compiled, step.config)
-    model, cache = step.model(torch.bfloat16), step.cache(torch.bfloat16)
+    check_sizes(step, function_for(compiled, step.config), 12)
+
+
+def check_sizes(step: Case, function: Launch, num_blocks: int) -> None:
+    model, cache = step.kernel_model(), step.cache(torch.bfloat16)
 
     def new() -> PersistentDecode:
-        return PersistentDecode(model, cache, lambda args, n, _: function(args, n, 0), 12)
+        return PersistentDecode(model, cache, lambda args, n, _: function(args, n, 0), num_blocks)
 
     def logits(decode: PersistentDecode, rows: slice) -> torch.Tensor:
         where = DecodeRows((step.block_tables[rows],), step.positions[rows])
@@ -276,9 +282,13 @@ def test_a_step_that_waits_in_vain_fails_its_rows_and_no_later_one(
     compiled: Callable[[tuple[str, ...]], Any], tmp_path: Path
 ) -> None:
     step = case(CONFIGS["qwen3"], tmp_path, [90, 4])
-    model, cache = step.model(torch.bfloat16), step.cache(torch.bfloat16)
-    flags = shape_definitions(model.attention_layers[0], BLOCK_SIZE)
-    patient, impatient = compiled(flags), compile_impatient(tmp_path, flags)
+    flags = shape_definitions(step.kernel_model().attention_layers[0], BLOCK_SIZE)
+    check_waiting(step, compiled(flags), compile_impatient(tmp_path, flags))
+
+
+def check_waiting(step: Case, patient: Launch, impatient: Launch) -> None:
+    """impatient: whose blocks wait for others hardly at all."""
+    model, cache = step.kernel_model(), step.cache(torch.bfloat16)
     seeds = itertools.count()
     function = impatient
 

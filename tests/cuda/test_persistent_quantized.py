@@ -3,10 +3,9 @@ the matrices which the quantised ones mean."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,13 +17,11 @@ from asyncllm.kernels.balanced_decode import shape_definitions
 from asyncllm.kernels.declaration import DenseShape
 from asyncllm.kernels.persistent_decode import FORMATS, WIDE, definitions
 from asyncllm.kernels.quant_gemm.words import to_words
-from asyncllm.model_config import ModelConfig, Quantization
+from asyncllm.model_config import ModelConfig
 from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.layers.torch_ops import TorchOps
-from asyncllm.models.loader import _dummy_file
 from asyncllm.models.persistent_decode import weight_format
-from asyncllm.models.quantization.method import QuantizedLinearMethod
-from asyncllm.models.quantization.scheme import dequantize, unpack
+from asyncllm.models.quantization.scheme import unpack
 from asyncllm.models.registry import build_model
 from tests.cuda.test_persistent_decode import (
     BLOCK_SIZE,
@@ -34,14 +31,17 @@ from tests.cuda.test_persistent_decode import (
     SHAPE,
     Case,
     case,
+    check_orders,
+    check_sizes,
     check_step,
+    check_waiting,
+    compile_impatient,
     compiled,
 )
+from tests.quantized_twins import copy_meaning, fill_twin, quantized_config
 
 __all__ = ["compiled"]  # a fixture
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-ONLINE: dict[str, Quantization] = {"FP8": "fp8", "INT8": "int8", "INT4": "int4"}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 # Slices of 512 columns: one or three of a product, which warps share unevenly.
 WIDE_CONFIG = LlamaConfig(
     **SHAPE | {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8},
@@ -66,25 +66,14 @@ class QuantizedCase(Case):
         return model
 
     def quantized_model(self) -> DenseDecoder:
-        """Made of the same matrices, where its files have such."""
         model = build_model(self.quantized, torch.bfloat16, CPU, TorchOps(), MAX_LEN)
-        plain = {load.name: load.view for load in super().model(torch.bfloat16).loads()}
-        generator = torch.Generator().manual_seed(4)
-        for load in model.loads():
-            made = plain.get(load.name)
-            made = _dummy_file(load, generator) if made is None else made
-            load.view.copy_(made if load.transform is None else load.transform(made))
-        return cast(DenseDecoder, model)
+        decoder = cast(DenseDecoder, model)
+        fill_twin(decoder, super().model(torch.bfloat16))
+        return decoder
 
     def model(self, dtype: torch.dtype) -> DenseDecoder:
         model = super().model(dtype)
-        for layer, quantized in zip(model.layers, self.quantized_model().layers, strict=True):
-            for linear, other in zip(layer.linears, quantized.linears, strict=True):
-                assert isinstance(other.method, QuantizedLinearMethod)
-                weight, scale = other.weights["weight"], other.weights["scale"]
-                offset = other.weights.get("offset")
-                exact = dequantize(other.method.scheme, weight, scale, offset)
-                linear.weights["weight"].copy_(exact)
+        copy_meaning(model, self.quantized_model())
         return model
 
 
@@ -92,13 +81,8 @@ def quantized_case(
     weights: str, config: PretrainedConfig, folder: Path, positions: list[int]
 ) -> QuantizedCase:
     step = case(config, folder, positions)
-    if weights in ONLINE:
-        quantized = replace(step.config, quantization=ONLINE[weights])
-    else:
-        content = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(content | {"quantization_config": AWQ}))
-        quantized = ModelConfig.from_folder(folder)
-    return QuantizedCase(step.config, step.positions, step.block_tables, step.token_ids, quantized)
+    rows = step.positions, step.block_tables, step.token_ids
+    return QuantizedCase(step.config, *rows, quantized_config(step.config, weights))
 
 
 def flags_of(config: ModelConfig, weights: str, columns: int) -> tuple[str, ...]:
@@ -136,3 +120,28 @@ def test_equals_the_layers(
     step = quantized_case(weights, config, tmp_path, positions)
     most = 1.2 if len(positions) > 1 else 2.0  # one row's roundings come from one to the next
     check_step(step, compiled(flags_of(step.quantized, weights, columns)), num_blocks, most)
+
+
+@pytest.mark.slow
+def test_the_order_of_threads_does_not_matter(
+    compiled: Callable[[tuple[str, ...]], Any], tmp_path: Path
+) -> None:
+    step = quantized_case("INT4_OFFSETS", WIDE_CONFIG, tmp_path, [60, 4])
+    check_orders(step, compiled(flags_of(step.quantized, "INT4_OFFSETS", WIDE)), 5)
+
+
+@pytest.mark.slow
+def test_steps_of_different_sizes_alternate(
+    compiled: Callable[[tuple[str, ...]], Any], tmp_path: Path
+) -> None:
+    step = quantized_case("FP8", WIDE_CONFIG, tmp_path, [60, 4, 17])
+    check_sizes(step, compiled(flags_of(step.quantized, "FP8", WIDE)), 5)
+
+
+@pytest.mark.slow
+def test_a_step_that_waits_in_vain_fails_its_rows_and_no_later_one(
+    compiled: Callable[[tuple[str, ...]], Any], tmp_path: Path
+) -> None:
+    step = quantized_case("INT4", WIDE_CONFIG, tmp_path, [90, 4])
+    flags = flags_of(step.quantized, "INT4", WIDE)
+    check_waiting(step, compiled(flags), compile_impatient(tmp_path, flags))
