@@ -5,7 +5,8 @@ Ranks are numbered stage by stage: rank = stage * tp + place.
     layers            of each stage its own, in order; the first has the two ends of the model, too
     heads of q        equal shares of each layer's
     heads of k and v  equal shares; of fewer heads than places each is had by several ranks
-    feed-forward      equal shares of its inner size; experts likewise, or each rank some experts
+    feed-forward      equal shares of its inner size; experts likewise, or each rank some experts,
+                      of one engine or of all that share the experts
     vocabulary        equal shares, the last filled up with rows that count for nothing
 """
 
@@ -43,16 +44,25 @@ class RankStats:
 @dataclass(frozen=True, slots=True)
 class MeshConfig:
     """tp: ranks that divide every layer. by_expert: they divide experts by number, not by size.
-    pp: stages, which divide the layers."""
+    pp: stages, which divide the layers. dp: engines of so many ranks each, which divide nothing but
+    the experts among each other, by number; engine: which of them this rank is of."""
 
     tp: int = 1
     rank: int = 0
     by_expert: bool = False
     pp: int = 1
+    dp: int = 1
+    engine: int = 0
 
     @property
     def size(self) -> int:
+        """The ranks of one engine."""
         return self.tp * self.pp
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no step has calls to other ranks."""
+        return self.size == 1 and self.dp == 1
 
     @property
     def stage(self) -> int:
@@ -74,10 +84,15 @@ class MeshConfig:
 
     def share(self, size: int, name: str) -> slice:
         """This rank's part of `size` things. Raises `ModelLoadError` with their name."""
-        if size % self.tp:
-            raise ModelLoadError(f"tensor_parallel_size {self.tp} does not divide {name} {size}")
-        each = size // self.tp
-        return slice(self.place * each, (self.place + 1) * each)
+        return _share(size, name, self.place, self.tp, f"tensor_parallel_size {self.tp}")
+
+    def expert_share(self, num_experts: int) -> slice:
+        """This rank's experts where they are divided by number. Raises `ModelLoadError`."""
+        who = f"tensor_parallel_size {self.tp}"
+        if self.dp > 1:
+            who = f"data_parallel_size {self.dp} times {who}"
+        place = self.engine * self.tp + self.place
+        return _share(num_experts, "the number of experts", place, self.dp * self.tp, who)
 
     def kv_share(self, num_heads: int) -> slice:
         """The same of the heads of k and v."""
@@ -94,3 +109,10 @@ class MeshConfig:
         """The tokens that this rank has, and how many there is room for, on every rank."""
         each = -(-size // self.tp)
         return slice(min(self.place * each, size), min((self.place + 1) * each, size)), each
+
+
+def _share(size: int, name: str, place: int, num_places: int, who: str) -> slice:
+    if size % num_places:
+        raise ModelLoadError(f"{who} does not divide {name} {size}")
+    each = size // num_places
+    return slice(place * each, (place + 1) * each)

@@ -103,6 +103,7 @@ class Experts:
         self.weights = self._method.create_weights(shape)
         self._ops = build.ops
         self._reduce = build.mesh.reduce if mesh.tp > 1 else None
+        self._engines = build.mesh if mesh.dp > 1 else None
         self._lora = None
         if build.lora is not None:
             lora = LoRAExperts(build.lora, name, shape, mesh)
@@ -111,10 +112,15 @@ class Experts:
     def add(self, x: Normed, end: AddRMSNorm) -> Normed:
         """As `MLP.add`."""
         lora = self._lora if self._lora is not None and self._lora.is_used else None
-        routed = self._router(x)
+        routed, rows = self._router(x), x
+        if self._engines is not None:  # every rank has some of the experts of all engines' rows
+            values, *choice = self._engines.gather_rows(x.whole(), routed.ids, routed.gates)
+            rows, routed = Normed(values), Routed(*choice)
         if self._own_experts is not None:
             routed = own_experts(routed, self._own_experts)
-        out = self._method.apply(self._own, self.weights, x, routed, lora)
+        out = self._method.apply(self._own, self.weights, rows, routed, lora)
+        if self._engines is not None:
+            out = self._engines.sum_rows(out)
         if self._shared is not None:
             shared = self._shared.down_proj(self._shared.gated(x))
             if self._shared_gate is not None:

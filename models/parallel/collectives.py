@@ -40,7 +40,8 @@ def find_store(num_ranks: int, host: str, port: int) -> Any:
 
 
 class CollectiveMesh:
-    """Implements `Mesh`. `host`: the address at which the others reach this rank.
+    """Implements `Mesh`. `store`: of the ranks of one engine, None where it has one; `engines`: of
+    all ranks of engines that share experts. `host`: the address at which the others reach this one.
 
     Construction waits for all ranks. On CUDA a call enqueues on the current stream and may be
     captured. `num_calls` counts calls: on a CPU, finished ones, by which whoever supervises the
@@ -51,12 +52,16 @@ class CollectiveMesh:
     send to each other, each has a group of its own to send by.
     """
 
-    def __init__(self, config: MeshConfig, store: Any, host: str, device: torch.device) -> None:
+    def __init__(
+        self, config: MeshConfig, store: Any, host: str, device: torch.device, engines: Any = None
+    ) -> None:
         self.config = config
         self.num_calls = self.num_common_calls = 0
         self._device = device
         make = _nccl if device.type == "cuda" else _gloo
-        self._all = self._stage = make(store, config.rank, config.size, host)
+        self._all = self._stage = self._engines = None
+        if store is not None:
+            self._all = self._stage = make(store, config.rank, config.size, host)
         if config.pp > 1:
             of_stage = _c10d.PrefixStore(f"stage {config.stage}", store)
             self._stage = make(of_stage, config.place, config.tp, host)
@@ -64,6 +69,14 @@ class CollectiveMesh:
         if config.pp > 1 and device.type == "cuda":
             odd = _c10d.PrefixStore("odd stages", store)
             self._odd = make(odd, config.rank, config.size, host)
+        self._everyone = self._all
+        if config.dp > 1:
+            everyone, peers = (
+                _c10d.PrefixStore(name, engines) for name in ("everyone", f"rank {config.rank}")
+            )
+            number = config.engine * config.size + config.rank
+            self._everyone = make(everyone, number, config.dp * config.size, host)
+            self._engines = make(peers, config.engine, config.dp, host)
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
         self.least(0)  # NCCL connects at the first call, which must not be a captured one
 
@@ -110,9 +123,24 @@ class CollectiveMesh:
             self.num_common_calls += 1
         return x
 
+    def gather_rows(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """In one call, whatever their dtypes: the bytes of a row lie beside each other."""
+        parts = [tensor.contiguous().view(torch.uint8) for tensor in tensors]
+        own = torch.cat(parts, dim=1)
+        every = own.new_empty(self.config.dp * len(own), own.shape[1])
+        self._finish(self._engines._allgather_base(every, own))
+        columns = every.split([part.shape[1] for part in parts], dim=1)
+        pairs = zip(columns, tensors, strict=True)
+        return [each.contiguous().view(tensor.dtype) for each, tensor in pairs]
+
+    def sum_rows(self, x: torch.Tensor) -> torch.Tensor:
+        own = x.new_empty(len(x) // self.config.dp, x.shape[1])
+        self._finish(self._engines._reduce_scatter_base(own, x.contiguous()))
+        return own
+
     def least(self, number: int) -> int:
         numbers = torch.tensor([number], device=self._device)
-        self._finish(self._all.allreduce([numbers], _c10d.ReduceOp.MIN))
+        self._finish(self._everyone.allreduce([numbers], _c10d.ReduceOp.MIN))
         self.num_common_calls += 1
         return int(numbers)
 
@@ -136,7 +164,8 @@ class CollectiveMesh:
 
     @property
     def _groups(self) -> set[Any]:
-        return {self._all, self._stage, self._odd}
+        every = {self._all, self._stage, self._odd, self._everyone, self._engines}
+        return every - {None}
 
 
 def _gloo(store: Any, rank: int, num_ranks: int, host: str) -> Any:

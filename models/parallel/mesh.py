@@ -41,8 +41,18 @@ class Mesh(Protocol):
         """Rank 0's tensor, in place, on the ranks of the first stage, which alone call it."""
         ...
 
+    def gather_rows(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """[rows, n] each -> [dp * rows, n]: of the ranks of this number of all engines, below each
+        other in the order of the engines."""
+        ...
+
+    def sum_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """[dp * rows, n] -> [rows, n]: this engine's rows of the sum of those ranks' tensors."""
+        ...
+
     def least(self, number: int) -> int:
-        """The least of the numbers that the ranks of all stages have. Waits for the device."""
+        """The least of the numbers that the ranks of all stages and engines have. Waits for the
+        device."""
         ...
 
     def close(self) -> None:
@@ -67,6 +77,12 @@ class Alone:
         return x
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def gather_rows(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        return list(tensors)
+
+    def sum_rows(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
     def least(self, number: int) -> int:
