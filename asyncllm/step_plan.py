@@ -39,6 +39,23 @@ class StepShape(NamedTuple):
     adapters: bool = False  # some row has one
 
 
+class StepNeed(NamedTuple):
+    """What one of several engines in lockstep is about to do in a step; by default nothing."""
+
+    num_decodes: int = 0
+    num_prompt_tokens: int = 0
+    adapters: bool = False  # some row has one
+    fits_graph: bool = True  # as a step with prompts, if there is a graph of its size
+
+
+class CommonStep(NamedTuple):
+    """A step that engines in lockstep do at the same time: of this shape all of them, padding
+    included, by the same graph or none."""
+
+    shape: StepShape
+    in_graph: bool
+
+
 @dataclass(slots=True, frozen=True)
 class SlotInit:
     """A sequence takes a slot: everything the device must know of it, written before the step."""

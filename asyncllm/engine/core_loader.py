@@ -9,7 +9,10 @@ from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 
+import torch
+
 from asyncllm.config import EngineConfig
+from asyncllm.engine.data_parallel.links import EngineLink
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.recorder import Recorder
@@ -17,6 +20,12 @@ from asyncllm.engine.stats import StatLogger
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.errors import ModelLoadError
 from asyncllm.host import in_own_thread
+from asyncllm.models.parallel.collectives import (
+    CollectiveMesh,
+    EngineStore,
+    find_store,
+    open_store,
+)
 from asyncllm.models.registry import settle
 from asyncllm.worker.ranks.group import WorkerGroup
 from asyncllm.worker.worker import Worker
@@ -34,9 +43,14 @@ class CoreLoader:
     """
 
     def __init__(
-        self, config: EngineConfig, recorder: Recorder, stat_loggers: list[StatLogger]
+        self,
+        config: EngineConfig,
+        recorder: Recorder,
+        stat_loggers: list[StatLogger],
+        link: EngineLink | None = None,
     ) -> None:
-        self._config = config
+        """link: to the other engines, where they share experts."""
+        self._config, self._link = config, link
         self._recorder = recorder
         self._stat_loggers = stat_loggers
         self._thread: ThreadPoolExecutor | None = None  # of the last worker
@@ -56,10 +70,18 @@ class CoreLoader:
             raise
         try:
             inputs = InputProcessor(config, await text, worker.memory.max_model_len)
-            # Ranks that others have started do not come back by our doing.
+            # Ranks that others have started do not come back by our doing, nor engines' alone.
             is_ours = config.cluster.nnodes == 1 and config.cluster.backend == "mp"
-            reload = self._reload if worker.group is not None and is_ours else None
-            return EngineCore(config, worker, inputs, self._recorder, self._stat_loggers, reload)
+            is_ours = is_ours and worker.group is not None and self._link is None
+            return EngineCore(
+                config,
+                worker,
+                inputs,
+                self._recorder,
+                self._stat_loggers,
+                self._reload if is_ours else None,
+                None if self._link is None else await self._link.connect(),
+            )
         except BaseException:
             worker.close()
             raise
@@ -79,7 +101,12 @@ class CoreLoader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-load")
         told, self._is_cancelled = partial(_tell, imported), threading.Event()
         make = partial(
-            _start_worker, self._config, self._is_cancelled.is_set, progress=progress, imported=told
+            _start_worker,
+            self._config,
+            self._is_cancelled.is_set,
+            self._link,
+            progress=progress,
+            imported=told,
         )
         loading = self._thread.submit(make)
         self._thread.shutdown(wait=False)  # it ends with this load
@@ -94,15 +121,30 @@ class CoreLoader:
 def _start_worker(
     config: EngineConfig,
     is_cancelled: Callable[[], bool],
+    link: EngineLink | None,
     *,
     progress: bool,
     imported: Callable[[], object],
 ) -> Worker:
     """Rank 0's worker, and where ranks share the model their processes. Raises as `Worker`."""
-    if config.mesh.size == 1:
+    if config.mesh.is_alone:
         return Worker(config, progress=progress, imported=imported)
-    config, _ = settle(config)  # what no rank can do is said before there are processes
-    group = WorkerGroup(config, is_cancelled)
+    config, model = settle(config)  # what no rank can do is said before there are processes
+    engines = None
+    if link is not None:
+        if model.full_read_tokens == 1:
+            raise ModelLoadError(
+                f"enable_expert_parallel: {config.model.architecture} has no experts for engines "
+                f"to share: without it, data_parallel_size {config.mesh.dp} makes engines that "
+                "share nothing"
+            )
+        engines = _find_engines(config, link)
+    if config.mesh.size == 1:
+        assert engines is not None
+        device, (store, (host, _)) = torch.device(config.device), engines
+        connect = partial(CollectiveMesh, config.mesh, None, host, device, store)
+        return Worker(config, progress=progress, imported=imported, connect=connect)
+    group = WorkerGroup(config, is_cancelled, engines)
     try:
         return Worker(
             config, progress=progress, imported=imported, connect=group.connect, group=group
@@ -113,6 +155,14 @@ def _start_worker(
         if failure is not None and isinstance(error, Exception):
             raise ModelLoadError(failure) from error
         raise
+
+
+def _find_engines(config: EngineConfig, link: EngineLink) -> EngineStore:
+    """Waits for the first engine, which has the store."""
+    num_ranks = config.mesh.dp * config.mesh.size
+    if link.listener is not None:
+        return EngineStore(open_store(num_ranks, link.listener), link.address)
+    return EngineStore(find_store(num_ranks, *link.address), link.address)
 
 
 def _tell(imported: Future[None]) -> None:

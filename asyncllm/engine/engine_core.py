@@ -27,9 +27,12 @@ from asyncllm.engine.beam_search import BeamSearchClient
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.core import Replica, Restarts
+from asyncllm.engine.data_parallel.lockstep import Lockstep
 from asyncllm.engine.engine_steps import EngineSteps
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.live_requests import LiveRequests
+from asyncllm.engine.lockstep_pipeline import run_ahead_in_lockstep, run_synchronous_in_lockstep
+from asyncllm.engine.lockstep_steps import LockstepEngineSteps
 from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.pipeline import run_ahead, run_staged, run_synchronous
 from asyncllm.engine.recorder import Recorder
@@ -59,8 +62,10 @@ class EngineCore:
         recorder: Recorder,
         stat_loggers: list[StatLogger],
         reload: Callable[[], Awaitable[Worker]] | None = None,
+        lockstep: Lockstep | None = None,
     ) -> None:
-        """reload: makes a worker in place of one that has lost a rank; None: there is no rank."""
+        """reload: makes a worker in place of one that has lost a rank; None: there is no rank.
+        lockstep: with engines that share experts."""
         self.worker, self.work = worker, worker.work
         self.input_processor = input_processor
         self.recorder = recorder
@@ -82,14 +87,14 @@ class EngineCore:
             lambda: str(self.live.scheduler.stats()),
         )
         self.adapters = None if worker.adapters is None else AdapterManager(worker.adapters)
-        self.steps = EngineSteps(
-            worker,
-            self.live,
-            self.watchdog,
-            recorder,
-            stat_loggers,
-            later=[input_processor.grammars.prepare] * 2,
-        )
+        parts = worker, self.live, self.watchdog, recorder, stat_loggers
+        later = [input_processor.grammars.prepare] * 2
+        self._lockstep = lockstep
+        if lockstep is None:
+            self.steps = EngineSteps(*parts, later=later)
+        else:
+            patience = config.distributed_timeout_seconds
+            self.steps = LockstepEngineSteps(lockstep, patience, *parts, later=later)
         self.dead: str | None = None  # or for now without a worker
         self.changed: Callable[[bool], object] = lambda is_up: None  # whether it serves
         self._reload, self._restarts = reload, Restarts()
@@ -242,7 +247,9 @@ class EngineCore:
     async def _run(self) -> None:
         while self.dead is None:
             try:
-                if not self._config.async_scheduling:
+                if isinstance(self.steps, LockstepEngineSteps):
+                    await self._run_in_lockstep(self.steps)
+                elif not self._config.async_scheduling:
                     await run_synchronous(self.steps)
                 elif self._config.mesh.pp > 1:
                     await run_staged(self.steps, len(self.live.scheduler.sets))
@@ -251,6 +258,18 @@ class EngineCore:
             except Exception as error:
                 logger.exception("a step failed; the requests that had begun end with an error")
                 await self._recover(error)
+
+    async def _run_in_lockstep(self, steps: LockstepEngineSteps) -> None:
+        """A step that fails here leaves the other engines waiting in it: all are started again."""
+        is_ahead = self._config.async_scheduling
+        run = run_ahead_in_lockstep if is_ahead else run_synchronous_in_lockstep
+        try:
+            await run(steps)
+        except Exception as error:
+            if steps.is_planning:  # which none of them waits for yet
+                raise
+            logger.exception("a step failed that all engines do together")
+            self._die(f"a step failed: {error}")
 
     async def _recover(self, error: Exception) -> None:
         """End the requests that the step may have hurt; go on if the device answers, else be dead.
@@ -368,6 +387,8 @@ class EngineCore:
         self.dead = "the engine is closed"
         self._task.cancel()
         await asyncio.wait([self._task])
+        if self._lockstep is not None:
+            self._lockstep.close()
         self.live.fail_all(self.dead)
         self.steps.record(None)
         if self.adapters is not None:

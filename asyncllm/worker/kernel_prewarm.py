@@ -75,7 +75,7 @@ def start_of(config: EngineConfig, model: CausalLM, device: torch.device) -> Sta
         sizes=DenseShape.of(config.model),
         is_dense=isinstance(model, DenseDecoder)
         and model.is_plain
-        and config.mesh.size == 1
+        and config.mesh.is_alone
         and not is_quantized(config.model),
         attention_backend=_backend(config, device),
         has_fast_ops=has_fast_ops(device, dtype),

@@ -78,7 +78,7 @@ def load_model(
     """Load its weights. What can be compiled without them is, meanwhile; returns what waits for
     the persistent kernel's compiler."""
     # One row, whose GEMMs are other kernels; weights may be missing.
-    if config.mesh.size == 1:  # of several ranks a thread's calls would meet others of the mesh
+    if config.mesh.is_alone:  # of several ranks a thread's calls would meet others of the mesh
         prewarm.begin_last(
             lambda: model.compute_logits(forward_without_attention(model, 1, device))
         )

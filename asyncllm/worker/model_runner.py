@@ -10,7 +10,7 @@ whose forward pass has two parts itself (staged_runner.py).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -28,8 +28,9 @@ from asyncllm.graphs.sized_graphs import SizedGraphs
 from asyncllm.models.base import CausalLM, TokenInputs
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.parallel.mesh import Mesh
-from asyncllm.step_plan import StepKind, StepPlan, StepShape
+from asyncllm.step_plan import CommonStep, StepKind, StepNeed, StepPlan, StepShape
 from asyncllm.types import StepResult
+from asyncllm.worker.common_step import common_step, padded
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import Collect, Executor, HostStep, LaunchedStep
 from asyncllm.worker.kernels import SlotKernels, share_tokens
@@ -116,12 +117,14 @@ class ModelRunner:
         results = ResultBuffers(config.num_slots, device)
         self._sampling = StepSampling(state, fully, processors, masks, staging, results, mesh)
 
-    def launch(self, plan: StepPlan) -> LaunchedStep:
+    def launch(self, plan: StepPlan, common: CommonStep | None = None) -> LaunchedStep:
         """Give the step to the device, a `HostStep` where the plan `needs_host` or all have parts.
 
-        The plan's effects are as if it were done already.
+        The plan's effects are as if it were done already. common: what other engines do with it.
         """
         step, graph = self._packer.pack(plan), None
+        if common is not None:
+            step = padded(step, common, self._padding_prompt)
         shape = StepShape(StepKind.DECODE, len(step.decode_slots), step.adapters)
         if step.has_prompts:
             graph = self.mixed.graph_shape(step)
@@ -144,6 +147,22 @@ class ModelRunner:
 
         self._begun.append(HostStep(sample))
         return self._begun[-1]
+
+    def common_step(self, needs: Sequence[StepNeed]) -> CommonStep:
+        """Of engines that need this."""
+        return common_step(needs, self._graph_size)
+
+    def _graph_size(self, shape: StepShape) -> int | None:
+        if shape.kind is StepKind.DECODE:
+            graphs = self.adapter_graphs if shape.adapters else self.graphs
+            return None if graphs is None else graphs.fitting(shape.size)
+        return None if self.mixed.graphs is None else self.mixed.graphs.fitting_size(shape)
+
+    def fits_graph(self, plan: StepPlan) -> bool:
+        """Whether, with prompts, the step may be a graph's, if there is one of its size."""
+        num_pages = sum(len(row.block_ids[0]) for row in plan.prefills)
+        rows = len(plan.decodes), max(len(plan.prefills), 1), max(num_pages, 1)
+        return self.mixed.graphs is None or self.mixed.graphs.takes(*rows)
 
     def end_begun(self) -> None:
         """Launch the rest of steps that nobody samples any more: other ranks have begun them."""
@@ -199,7 +218,9 @@ class ModelRunner:
         slots, num_rows = self.inputs.decode_slots, len(step.decode_slots)
         graphs = self.adapter_graphs if step.adapters else self.graphs
         size = None if graphs is None else graphs.fitting(num_rows)
-        self.work.ran("decode", num_rows, size)
+        if step.common is not None:
+            size = step.common.shape.size if step.common.in_graph else None
+        self.work.ran("decode", num_rows, size, step.num_padding)
         resample = None
         if graphs is None or size is None:
             max_len = int(step.decode_positions.max()) + 1
@@ -264,7 +285,8 @@ class ModelRunner:
 
     def _mixed_step(self, step: PackedStep, graph: StepShape | None) -> Forwarded:
         """Prefill chunks, and the decodes beside them, in one forward pass."""
-        self.work.ran("mixed", step.shape.size, None if graph is None else graph.size)
+        size = None if graph is None else graph.size
+        self.work.ran("mixed", step.shape.size, size, step.num_padding)
         if step.extras.output_tokens is not None:  # of decodes too, which count their inputs
             extras = self._upload(step)
             hidden = self.mixed.forward(step, graph)
@@ -292,12 +314,15 @@ class ModelRunner:
     def run_padding(self, num_tokens: int) -> None:
         """A step of one prompt on the padding page, and its first token in the padding slot. On the
         current stream."""
-        num_groups, vocab_size = len(self._state.block_tables), self._state.in_prompt.shape[1]
-        step = padding_prompt(num_tokens, self._cache.block_size, num_groups, vocab_size)
+        step = self._padding_prompt(num_tokens)
         hidden = self.mixed.forward(step, self.mixed.graph_shape(step))
         tokens, logits = self.mixed.logits(hidden, 1)
         if tokens is None:
             self.mixed.sample(logits)
+
+    def _padding_prompt(self, num_tokens: int) -> PackedStep:
+        num_groups, vocab_size = len(self._state.block_tables), self._state.in_prompt.shape[1]
+        return padding_prompt(num_tokens, self._cache.block_size, num_groups, vocab_size)
 
     def _upload(self, step: PackedStep) -> DeviceExtras:
         """In one copy; penalties and allowed tokens are written to the device state."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from asyncllm.attention.base import PrefillRows
-from asyncllm.step_plan import NO_STATE_MOVES, StateMoves, StepKind, StepShape
+from asyncllm.step_plan import NO_STATE_MOVES, CommonStep, StateMoves, StepKind, StepShape
 from asyncllm.types import PADDING_PAGE, PADDING_SLOT
 
 A = TypeVar("A", np.ndarray, torch.Tensor)
@@ -137,6 +137,8 @@ class PackedStep(NamedTuple):
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     needs_host: bool = False  # its sampling is launched later, when the tokens before it are known
     adapters: bool = False  # some token's sequence has one
+    common: CommonStep | None = None  # of several engines, where they do it together
+    num_padding: int = 0  # tokens that it has because of them
 
     @property
     def has_prompts(self) -> bool:

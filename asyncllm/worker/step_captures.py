@@ -154,9 +154,9 @@ class StepCaptures:
 
     def _capture(self, capture: Callable[[int], None], sizes: tuple[int, ...], name: str) -> None:
         """Some sizes now, largest first, the others when the engine is idle. Where ranks share the
-        model all of them now: one that later had no memory left would pad steps to another size
-        than the others, and their calls would not fit."""
-        is_alone = self._config.mesh.size == 1
+        model or its experts all of them now: one that later had no memory left would pad steps to
+        another size than the others, and their calls would not fit."""
+        is_alone = self._config.mesh.is_alone
         for size in ProgressBar(
             first_sizes(sizes) if is_alone else sorted(sizes, reverse=True),
             desc=f"capturing {name} graphs",

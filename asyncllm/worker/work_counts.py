@@ -19,9 +19,13 @@ class WorkCounts:
     num_tokens: int = 0
     num_padding: int = 0  # rows or tokens that were computed for nothing
 
-    def ran(self, kind: str, num_tokens: int, graph_tokens: int | None = None) -> None:
-        """A step of `num_tokens`, in a graph of `graph_tokens` where there was one."""
+    def ran(
+        self, kind: str, num_tokens: int, graph_tokens: int | None = None, num_padding: int = 0
+    ) -> None:
+        """A step of `num_tokens`, `num_padding` included, in a graph of `graph_tokens` where there
+        was one."""
         self.steps[kind, "eager" if graph_tokens is None else "graph"] += 1
-        self.num_tokens += num_tokens
+        self.num_tokens += num_tokens - num_padding
+        self.num_padding += num_padding
         if graph_tokens is not None:
             self.num_padding += graph_tokens - num_tokens

@@ -23,7 +23,7 @@ from asyncllm.kernels.declaration import Launch
 from asyncllm.models.base import CausalLM
 from asyncllm.models.parallel.mesh import ALONE, Mesh
 from asyncllm.models.registry import settle
-from asyncllm.step_plan import StepPlan
+from asyncllm.step_plan import CommonStep, StepPlan
 from asyncllm.types import StepCost
 from asyncllm.worker import step_captures
 from asyncllm.worker.adapters import AdapterStore
@@ -209,9 +209,15 @@ class Worker:
                 with self._executor.between_steps():
                     self._captures.capture_one()
 
-    def launch(self, plan: StepPlan) -> LaunchedStep:
-        """All of it, or (`HostStep`) its forward pass where it `needs_host`."""
-        return self.runner.launch(plan)
+    def launch(self, plan: StepPlan, common: CommonStep | None = None) -> LaunchedStep:
+        """All of it, or (`HostStep`) its forward pass where it `needs_host`. common: the step that
+        other engines do at the same time."""
+        return self.runner.launch(plan, common)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls to other ranks so far; on a CPU those that have ended."""
+        return self._mesh.num_calls
 
     def drain(self) -> None:
         """Block until all launched steps are done, those too that were only begun; raises what a
@@ -223,6 +229,8 @@ class Worker:
 
     def close(self) -> None:
         """Drain, end the threads and the other ranks, and give all device memory back."""
+        if self._config.mesh.dp > 1:
+            self._mesh.close()  # other engines may have ended in the midst of a step
         try:
             self._executor.close()  # watched by the group: a lost rank ends its waiting
         finally:
@@ -239,7 +247,7 @@ class Worker:
         """On the current stream, and in the threads of what else is to be compiled. What they have
         begun is awaited: this thread would compile it a second time, and one after the other."""
         early.settle()
-        if isinstance(self._executor, StreamExecutor) and self._config.mesh.size == 1:
+        if isinstance(self._executor, StreamExecutor) and self._config.mesh.is_alone:
             slots = torch.zeros(1, dtype=torch.int32, device=self.device)  # the padding slot
             early.begin(partial(self.runner.decode_step, slots, 1), self._executor.stream)
         for num_tokens in WARM_UP_TOKENS if self.device.type == "cuda" else (1,):

@@ -10,7 +10,7 @@ import os
 import socket
 from collections import deque
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
@@ -37,6 +37,13 @@ def open_store(num_ranks: int, listener: socket.socket) -> Any:
 def find_store(num_ranks: int, host: str, port: int) -> Any:
     """The store that another process has opened."""
     return _c10d.TCPStore(host, port, world_size=num_ranks, is_master=False)
+
+
+class EngineStore(NamedTuple):
+    """Where the ranks of engines that share experts find each other: of all of them."""
+
+    store: Any
+    address: tuple[str, int]
 
 
 class CollectiveMesh:

@@ -20,6 +20,11 @@ class Mesh(Protocol):
     @property
     def config(self) -> MeshConfig: ...
 
+    @property
+    def num_calls(self) -> int:
+        """So far; on a CPU those that have ended. For any thread."""
+        ...
+
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of the stage's tensors, in place; equal to the last bit on all its ranks."""
         ...
@@ -63,6 +68,7 @@ class Mesh(Protocol):
 @dataclass(frozen=True, slots=True)
 class Alone:
     config: MeshConfig = field(default_factory=MeshConfig)
+    num_calls: int = 0
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x

@@ -42,6 +42,7 @@ class ThreadMesh:
 
     def __init__(self, config: MeshConfig, program: Program) -> None:
         self.config = config
+        self.num_calls = 0
         self._program = program
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:

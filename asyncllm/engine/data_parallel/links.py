@@ -1,0 +1,85 @@
+"""What engines that share experts are given to find each other, each in a process of its own.
+
+Between each two a Unix socket pair, by which they agree on each step, and one address of loopback,
+where the first of them has the store by which their ranks connect. All that is made anew when the
+engines are started again: nothing of those before is left in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import combinations
+
+from asyncllm.engine.data_parallel.connection import Connection
+from asyncllm.engine.data_parallel.lockstep import Lockstep, Said
+from asyncllm.engine.data_parallel.wire import Place
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLink:
+    """One engine's ends. `listener`: of the store, the first engine's."""
+
+    place: Place
+    peers: dict[int, socket.socket]
+    listener: socket.socket | None
+
+    @classmethod
+    def of(cls, place: Place, sockets: Sequence[socket.socket]) -> EngineLink:
+        """In the engine's process. sockets: as `sockets` gave them."""
+        others = [number for number in range(place.num_engines) if number != place.number]
+        listener = sockets[-1] if place.number == 0 else None
+        return cls(place, dict(zip(others, sockets, strict=False)), listener)
+
+    @property
+    def sockets(self) -> list[socket.socket]:
+        found = [self.peers[number] for number in sorted(self.peers)]
+        return found if self.listener is None else [*found, self.listener]
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Of the store."""
+        return HOST, self.place.port
+
+    def close(self) -> None:
+        """This process's ends: it has given them to another."""
+        for each in self.sockets:
+            each.close()
+
+    async def connect(self) -> Lockstep:
+        """Takes the sockets to the other engines, which may still be loading."""
+        loop, connections = asyncio.get_running_loop(), list[Connection]()
+
+        def tell(said: Said) -> None:
+            for connection in connections:
+                connection.send(said)
+                connection.flush()
+
+        def close() -> None:
+            for connection in connections:
+                connection.close()
+
+        lockstep = Lockstep(self.place.number, self.peers, tell, close)
+        for number, peer in self.peers.items():
+            hear, lose = partial(lockstep.hear, number), partial(lockstep.lose, number)
+            connections.append(connection := Connection(Said, hear, lose))
+            await loop.create_unix_connection(lambda made=connection: made, sock=peer)
+        return lockstep
+
+
+def link_engines(num_engines: int) -> list[EngineLink]:
+    """Raises `OSError`."""
+    listener = socket.create_server((HOST, 0))
+    peers: list[dict[int, socket.socket]] = [{} for _ in range(num_engines)]
+    for one, other in combinations(range(num_engines), 2):
+        peers[one][other], peers[other][one] = socket.socketpair()
+    port = listener.getsockname()[1]
+    return [
+        EngineLink(Place(number, num_engines, port), each, None if number else listener)
+        for number, each in enumerate(peers)
+    ]

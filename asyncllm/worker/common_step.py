@@ -1,0 +1,90 @@
+"""The step that several engines do at the same time, where their ranks share the experts.
+
+Each layer of experts has calls to the other engines, with as many rows as the step has: so all
+engines do a step of one shape, by the same graph (NCCL asks for that) or by none. The shape is the
+least that holds what each of them needs, and what one lacks is padding: rows of slot 0, and a
+prompt on page 0. Pure functions: all engines compute the same from the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from asyncllm.attention.base import PrefillRows
+from asyncllm.step_plan import CommonStep, StepKind, StepNeed, StepShape
+from asyncllm.types import PADDING_SLOT
+from asyncllm.worker.packed_step import PackedStep
+
+
+def common_step(
+    needs: Sequence[StepNeed], graph_size: Callable[[StepShape], int | None]
+) -> CommonStep:
+    """needs: of all engines, one of them at least not empty. graph_size: of the least graph that
+    holds a step of this shape, None where there is none; the same on all engines."""
+    most_decodes = max(need.num_decodes for need in needs)
+    adapters = any(need.adapters for need in needs)
+    if any(need.num_prompt_tokens for need in needs):
+        kind = StepKind.MIXED if most_decodes else StepKind.PREFILL
+        # Who has no prompt has one of padding.
+        size = max(need.num_decodes + max(need.num_prompt_tokens, 1) for need in needs)
+        may_fit = all(need.fits_graph for need in needs)
+    else:
+        kind, size, may_fit = StepKind.DECODE, most_decodes, True
+    assert size, "a step that nobody needs"
+    shape = StepShape(kind, size, adapters)
+    found = graph_size(shape) if may_fit else None
+    return CommonStep(shape if found is None else shape._replace(size=found), found is not None)
+
+
+def padded(
+    step: PackedStep, common: CommonStep, padding_prompt: Callable[[int], PackedStep]
+) -> PackedStep:
+    """The step of one engine, with as much padding as it needs to be `common`: of that kind, and of
+    that size, where it is no graph's, which pads by itself. padding_prompt: of so many tokens."""
+    step = step._replace(common=common, adapters=common.shape.adapters)
+    num_tokens = len(step.decode_slots) + step.prefills.num_tokens
+    num_missing = 0 if common.in_graph else common.shape.size - num_tokens
+    if common.shape.kind is StepKind.DECODE:
+        num_missing = num_missing or int(not num_tokens)
+        return _with_rows(step, num_missing) if num_missing else step
+    num_missing = num_missing or int(not step.has_prompts)
+    return _with_prompt(step, padding_prompt(num_missing)) if num_missing else step
+
+
+def _with_rows(step: PackedStep, num_rows: int) -> PackedStep:
+    slots = np.full(num_rows, PADDING_SLOT, np.int32)
+    return step._replace(
+        decode_slots=np.concatenate((step.decode_slots, slots)),
+        decode_positions=np.concatenate((step.decode_positions, np.zeros_like(slots))),
+        num_padding=num_rows,
+    )
+
+
+def _with_prompt(step: PackedStep, padding: PackedStep) -> PackedStep:
+    """Behind the step's own prompts; where it has none, its samples are those of the decodes."""
+    slots, positions = step.decode_slots, step.decode_positions
+    tokens, prefills, samples = padding.tokens, padding.prefills, step.samples
+    if step.has_prompts:
+        tokens = np.concatenate((step.tokens, tokens), axis=1)
+        prefills = _joined(step.prefills, prefills)
+    else:
+        samples = np.stack((np.arange(len(slots), dtype=np.int32), slots, positions + 1))
+    return step._replace(
+        tokens=tokens, samples=samples, prefills=prefills, num_padding=padding.tokens.shape[1]
+    )
+
+
+def _joined(rows: PrefillRows, more: PrefillRows) -> PrefillRows:
+    def ends(of_rows: np.ndarray, of_more: np.ndarray) -> np.ndarray:
+        return np.concatenate((of_rows, of_rows[-1] + of_more[1:]))
+
+    return PrefillRows(
+        ends(rows.query_indptr, more.query_indptr),
+        np.concatenate((rows.kv_lens, more.kv_lens)),
+        ends(rows.page_indptr, more.page_indptr),
+        np.concatenate((rows.pages, more.pages), axis=1),
+        np.concatenate((rows.slots, more.slots)),
+        rows.saves,
+    )
