@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from asyncllm.engine.data_parallel.lockstep import Lockstep, OutOfStepError
 from asyncllm.engine.engine_steps import EngineSteps
 from asyncllm.engine.lockstep_pipeline import Flight
-from asyncllm.step_plan import NO_DECODES, StepNeed, StepPlan
+from asyncllm.step_plan import NO_DECODES, StepPlan
 from asyncllm.types import StepResult
 
 LOOKS = 8  # in the time after which who stands still is lost
@@ -42,23 +42,20 @@ class LockstepEngineSteps(EngineSteps):
             return Flight(plan, self.launch(plan))
         if plan is None and not self._lockstep.is_begun:
             return None
+        common_steps = self.worker.common_steps
+        step = common_steps.pack(plan or NOTHING)
         planned_seconds = time.monotonic() - self._plan_started
-        words = self._lockstep.say(self._need(plan or NOTHING), self._own_lead_seconds)
+        words = self._lockstep.say(common_steps.need(step), self._own_lead_seconds)
         said = await self._patiently(words, self._who_is_missing)
-        common = self.worker.runner.common_step([each.need for each in said])
-        self._lockstep.last = common
         start = time.monotonic()
+        step = common_steps.pad(step, [each.need for each in said])
+        self._lockstep.last = step.common
+        flight = Flight(plan, self.worker.launch(plan or NOTHING, step))
         if plan is None:
             self.clock.idle()
-            return Flight(None, self.worker.launch(NOTHING, common))
-        flight = Flight(plan, self.worker.launch(plan, common))
-        self._launched(flight, start, planned_seconds, max(each.lead_seconds for each in said))
+        else:
+            self._launched(flight, start, planned_seconds, max(each.lead_seconds for each in said))
         return flight
-
-    def _need(self, plan: StepPlan) -> StepNeed:
-        num_decodes = len(plan.decodes)
-        fits_graph = self.worker.runner.fits_graph(plan)
-        return StepNeed(num_decodes, plan.num_tokens - num_decodes, plan.adapters, fits_graph)
 
     def _launched(
         self, flight: Flight, start: float, planned_seconds: float, most_lead_seconds: float

@@ -3,7 +3,7 @@
 Each layer of experts has calls to the other engines, with as many rows as the step has: so all
 engines do a step of one shape, by the same graph (NCCL asks for that) or by none. The shape is the
 least that holds what each of them needs, and what one lacks is padding: rows of slot 0, and a
-prompt on page 0. Pure functions: all engines compute the same from the same numbers.
+prompt on page 0. All engines compute the same from the same numbers.
 """
 
 from __future__ import annotations
@@ -13,9 +13,41 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from asyncllm.attention.base import PrefillRows
-from asyncllm.step_plan import CommonStep, StepKind, StepNeed, StepShape
+from asyncllm.step_plan import CommonStep, StepKind, StepNeed, StepPlan, StepShape
 from asyncllm.types import PADDING_SLOT
+from asyncllm.worker.model_runner import ModelRunner
 from asyncllm.worker.packed_step import PackedStep
+
+
+class CommonSteps:
+    """Makes of one engine's plans its parts of the steps that all engines do."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def pack(self, plan: StepPlan) -> PackedStep:
+        """When the plan is made: while engines agree on it its sequences may end."""
+        return self._runner.packer.pack(plan)
+
+    def need(self, step: PackedStep) -> StepNeed:
+        graphs, prefills = self._runner.mixed.graphs, step.prefills
+        num_decodes = len(step.decode_slots)
+        # What has no prompt will have one of padding.
+        num_prefills, num_pages = len(prefills.kv_lens) or 1, int(prefills.page_indptr[-1]) or 1
+        fits = graphs is None or graphs.takes(num_decodes, num_prefills, num_pages)
+        return StepNeed(num_decodes, prefills.num_tokens, step.adapters, fits)
+
+    def pad(self, step: PackedStep, needs: Sequence[StepNeed]) -> PackedStep:
+        """needs: of all engines, this step's among them."""
+        common = common_step(needs, self._graph_size)
+        return padded(step, common, self._runner.padding_prompt)
+
+    def _graph_size(self, shape: StepShape) -> int | None:
+        runner, mixed = self._runner, self._runner.mixed.graphs
+        if shape.kind is not StepKind.DECODE:
+            return None if mixed is None else mixed.fitting_size(shape)
+        graphs = runner.adapter_graphs if shape.adapters else runner.graphs
+        return None if graphs is None else graphs.fitting(shape.size)
 
 
 def common_step(

@@ -10,7 +10,7 @@ whose forward pass has two parts itself (staged_runner.py).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -28,9 +28,8 @@ from asyncllm.graphs.sized_graphs import SizedGraphs
 from asyncllm.models.base import CausalLM, TokenInputs
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.parallel.mesh import Mesh
-from asyncllm.step_plan import CommonStep, StepKind, StepNeed, StepPlan, StepShape
+from asyncllm.step_plan import StepKind, StepPlan, StepShape
 from asyncllm.types import StepResult
-from asyncllm.worker.common_step import common_step, padded
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import Collect, Executor, HostStep, LaunchedStep
 from asyncllm.worker.kernels import SlotKernels, share_tokens
@@ -91,7 +90,7 @@ class ModelRunner:
         self._kernels = kernels
         self._executor = executor
         self._masks = masks
-        self._packer = StepPacker(config.num_slots, config.block_size)
+        self.packer = StepPacker(config.num_slots, config.block_size)
         device = state.positions.device
         self._staging = staging = Staging(device, num_ahead=mesh.config.pp)
         self.graphs: DecodeGraphs | None = None
@@ -117,14 +116,15 @@ class ModelRunner:
         results = ResultBuffers(config.num_slots, device)
         self._sampling = StepSampling(state, fully, processors, masks, staging, results, mesh)
 
-    def launch(self, plan: StepPlan, common: CommonStep | None = None) -> LaunchedStep:
+    def launch(self, plan: StepPlan, step: PackedStep | None = None) -> LaunchedStep:
         """Give the step to the device, a `HostStep` where the plan `needs_host` or all have parts.
 
-        The plan's effects are as if it were done already. common: what other engines do with it.
+        The plan's effects are as if it were done already. step: the plan's, packed when it was
+        made, and padded to what other engines do at the same time.
         """
-        step, graph = self._packer.pack(plan), None
-        if common is not None:
-            step = padded(step, common, self._padding_prompt)
+        graph = None
+        if step is None:
+            step = self.packer.pack(plan)
         shape = StepShape(StepKind.DECODE, len(step.decode_slots), step.adapters)
         if step.has_prompts:
             graph = self.mixed.graph_shape(step)
@@ -139,7 +139,7 @@ class ModelRunner:
 
         def sample(masked_rows: np.ndarray) -> LaunchedStep:
             # Now: the tokens will move on.
-            edits = self._packer.pack_edits(step) if step.needs_host else None
+            edits = self.packer.pack_edits(step) if step.needs_host else None
             if self._group is not None:
                 self._group.send(Kind.SAMPLE, masked_rows.size > 0)
             self._begun.popleft()
@@ -147,22 +147,6 @@ class ModelRunner:
 
         self._begun.append(HostStep(sample))
         return self._begun[-1]
-
-    def common_step(self, needs: Sequence[StepNeed]) -> CommonStep:
-        """Of engines that need this."""
-        return common_step(needs, self._graph_size)
-
-    def _graph_size(self, shape: StepShape) -> int | None:
-        if shape.kind is StepKind.DECODE:
-            graphs = self.adapter_graphs if shape.adapters else self.graphs
-            return None if graphs is None else graphs.fitting(shape.size)
-        return None if self.mixed.graphs is None else self.mixed.graphs.fitting_size(shape)
-
-    def fits_graph(self, plan: StepPlan) -> bool:
-        """Whether, with prompts, the step may be a graph's, if there is one of its size."""
-        num_pages = sum(len(row.block_ids[0]) for row in plan.prefills)
-        rows = len(plan.decodes), max(len(plan.prefills), 1), max(num_pages, 1)
-        return self.mixed.graphs is None or self.mixed.graphs.takes(*rows)
 
     def end_begun(self) -> None:
         """Launch the rest of steps that nobody samples any more: other ranks have begun them."""
@@ -314,13 +298,14 @@ class ModelRunner:
     def run_padding(self, num_tokens: int) -> None:
         """A step of one prompt on the padding page, and its first token in the padding slot. On the
         current stream."""
-        step = self._padding_prompt(num_tokens)
+        step = self.padding_prompt(num_tokens)
         hidden = self.mixed.forward(step, self.mixed.graph_shape(step))
         tokens, logits = self.mixed.logits(hidden, 1)
         if tokens is None:
             self.mixed.sample(logits)
 
-    def _padding_prompt(self, num_tokens: int) -> PackedStep:
+    def padding_prompt(self, num_tokens: int) -> PackedStep:
+        """A step of one prompt on the padding page and slot."""
         num_groups, vocab_size = len(self._state.block_tables), self._state.in_prompt.shape[1]
         return padding_prompt(num_tokens, self._cache.block_size, num_groups, vocab_size)
 

@@ -38,7 +38,7 @@ class StagedRunner(ModelRunner):
         }
 
     def run_padding(self, num_tokens: int) -> None:
-        step = self._padding_prompt(num_tokens)
+        step = self.padding_prompt(num_tokens)
         forwarded = self._begin(step, self.mixed.graph_shape(step))()
         if forwarded is not None and forwarded.tokens is None:
             self.mixed.sample(forwarded.logits)

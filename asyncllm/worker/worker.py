@@ -23,10 +23,11 @@ from asyncllm.kernels.declaration import Launch
 from asyncllm.models.base import CausalLM
 from asyncllm.models.parallel.mesh import ALONE, Mesh
 from asyncllm.models.registry import settle
-from asyncllm.step_plan import CommonStep, StepPlan
+from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepCost
 from asyncllm.worker import step_captures
 from asyncllm.worker.adapters import AdapterStore
+from asyncllm.worker.common_step import CommonSteps
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import LaunchedStep, StreamExecutor
 from asyncllm.worker.kernel_prewarm import KernelPrewarm, prewarm_slots
@@ -50,6 +51,7 @@ from asyncllm.worker.memory import (
 )
 from asyncllm.worker.model_loading import check_stages, load_model, make_model
 from asyncllm.worker.model_runner import ModelRunner
+from asyncllm.worker.packed_step import PackedStep
 from asyncllm.worker.ranks.group import WorkerGroup
 from asyncllm.worker.ranks.messages import CaptureGraph, ClearPages, Kind, WorkerCommand
 from asyncllm.worker.staged_runner import StagedRunner
@@ -150,7 +152,7 @@ class Worker:
             self._mesh,
             group,
         )
-        self.work = self.runner.work
+        self.work, self.common_steps = self.runner.work, CommonSteps(self.runner)
         with self._phase("warm_up"), self._executor.between_steps():
             self._warm_up(state, kernels, early)
         self._captures = StepCaptures(config, self.runner, ops.before_capture, progress=progress)
@@ -209,10 +211,10 @@ class Worker:
                 with self._executor.between_steps():
                     self._captures.capture_one()
 
-    def launch(self, plan: StepPlan, common: CommonStep | None = None) -> LaunchedStep:
-        """All of it, or (`HostStep`) its forward pass where it `needs_host`. common: the step that
-        other engines do at the same time."""
-        return self.runner.launch(plan, common)
+    def launch(self, plan: StepPlan, step: PackedStep | None = None) -> LaunchedStep:
+        """All of it, or (`HostStep`) its forward pass where it `needs_host`. step: by
+        `common_steps`, where other engines do it at the same time."""
+        return self.runner.launch(plan, step)
 
     @property
     def num_calls(self) -> int:
@@ -237,7 +239,7 @@ class Worker:
             if self.group is not None:
                 self.group.close()
             self._captures.clear()
-            del self.runner, self._captures
+            del self.runner, self._captures, self.common_steps
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 

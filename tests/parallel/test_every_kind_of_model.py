@@ -31,17 +31,16 @@ TP2: dict[str, Any] = {"tensor_parallel_size": 2}
 TP4: dict[str, Any] = {"tensor_parallel_size": 4}
 PP2: dict[str, Any] = {"pipeline_parallel_size": 2}
 BY_EXPERT: dict[str, Any] = {"enable_expert_parallel": True}
+# Fewer pages each, as each has half of the requests.
+ENGINES: dict[str, Any] = {"data_parallel_size": 2, "num_gpu_blocks_override": 12}
 WAYS: dict[str, dict[str, Any]] = {
     "tp2": TP2,
     "tp4": TP4,
     "pp2": PP2,
     "tp2-pp2": TP2 | PP2,
-    # Fewer pages each, as each has half of the requests.
-    "dp2": {
-        "data_parallel_size": 2,
-        "data_parallel_backend": "uni",
-        "num_gpu_blocks_override": 12,
-    },
+    "dp2": ENGINES | {"data_parallel_backend": "uni"},
+    "dp2-ep2": ENGINES | BY_EXPERT,
+    "dp2-tp2-ep4": ENGINES | TP2 | BY_EXPERT,
     "ep2": TP2 | BY_EXPERT,
     "ep2-pp2": TP2 | PP2 | BY_EXPERT,
 }
@@ -69,8 +68,8 @@ CASES = [
     *(
         (kind, way, regime)
         for kind, ways in {
-            "mixture": (*DENSE_WAYS, "ep2"),
-            "quantised": (*DENSE_WAYS, "ep2", "ep2-pp2"),
+            "mixture": (*DENSE_WAYS, "ep2", "dp2-ep2", "dp2-tp2-ep4"),
+            "quantised": (*DENSE_WAYS, "ep2", "ep2-pp2", "dp2-ep2"),
             "adapters": DENSE_WAYS,
             "expert-adapters": ("tp2", "ep2"),
         }.items()
@@ -81,10 +80,9 @@ CASES = [
 NUM_EXPERTS = 4
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture with the built-in model's tokenizer, and two adapters of each of the two models."""
-    folder, tiny = tmp_path_factory.mktemp("kinds"), resolve_model_path("tiny")
+def write_mixture_with_words(folder: Path) -> Path:
+    """A mixture with the built-in model's tokenizer."""
+    tiny = resolve_model_path("tiny")
     config = Qwen3MoeConfig(
         vocab_size=ModelConfig.from_folder(tiny).vocab_size,
         hidden_size=128,
@@ -102,6 +100,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         random_reference(config).save_pretrained(folder)
     for file in tiny.glob("tokenizer*"):
         shutil.copy(file, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture, and two adapters of each of the two models."""
+    folder = write_mixture_with_words(tmp_path_factory.mktemp("kinds"))
     modules = {"self_attn.q_proj": (128, 512), "self_attn.o_proj": (512, 128)}
     for expert in range(NUM_EXPERTS):
         modules |= {f"mlp.experts.{expert}.{name}_proj": (128, 512) for name in ("gate", "up")}
