@@ -12,7 +12,7 @@ import asyncio
 import random
 import secrets
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -104,7 +104,9 @@ class LockstepWorld(World, LockstepEngineSteps):  # type: ignore[misc]
     def _pad(self, packed: FakeLaunched, needs: list[StepNeed]) -> FakeLaunched:
         packed.common = common_step(needs, self.devices.graph_size)
         self._check_fits(needs[self.engine], packed.common)
-        self.seen["all have work"] += all(each.num_decodes or each.num_prompt_tokens for each in needs)
+        self.seen["all have work"] += all(
+            each.num_decodes or each.num_prompt_tokens for each in needs
+        )
         assert needs[self.engine].num_decodes == len(packed.plan.decodes)
         return packed
 

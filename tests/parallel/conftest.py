@@ -1,4 +1,5 @@
-"""Ranks and engines are forked from a process that has the imports, but where a test is about their start."""
+"""Ranks and engines are forked from a process that has the imports, but where a test is about their
+start."""
 
 from __future__ import annotations
 

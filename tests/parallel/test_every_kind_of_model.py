@@ -80,7 +80,7 @@ CASES = [
 NUM_EXPERTS = 4
 
 
-def write_mixture_with_words(folder: Path) -> Path:
+def write_mixture_with_words(folder: Path, window: int = 256) -> Path:
     """A mixture with the built-in model's tokenizer."""
     tiny = resolve_model_path("tiny")
     config = Qwen3MoeConfig(
@@ -94,7 +94,7 @@ def write_mixture_with_words(folder: Path) -> Path:
         head_dim=64,
         num_experts=NUM_EXPERTS,
         num_experts_per_tok=2,
-        max_position_embeddings=256,
+        max_position_embeddings=window,
     )
     with torch.inference_mode():
         random_reference(config).save_pretrained(folder)

@@ -89,7 +89,6 @@ class RemoteCore:
         except BaseException:
             await self._process.kill()
             raise
-        self._down = None
 
     def lose(self, why: str) -> None:
         """Its process is gone: end its requests; nothing new is placed here."""
@@ -101,8 +100,8 @@ class RemoteCore:
         self._requests.lose(why)
 
     def serve(self) -> None:
-        """It was started again."""
-        logger.warning("engine %d serves again", self.rank)
+        """It, and who it shares experts with, were started."""
+        self._down = None
         self.changed(True)
 
     def fail(self, why: str) -> None:

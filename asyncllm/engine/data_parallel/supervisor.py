@@ -51,6 +51,8 @@ class Supervisor:
             async with asyncio.TaskGroup() as group:
                 for member, link in zip(self._members, links, strict=True):
                     group.create_task(member.start(link))
+            for member in self._members:
+                member.serve()
         except ExceptionGroup as errors:  # of who failed first; the others were cancelled then
             raise errors.exceptions[0] from None
         finally:
@@ -77,7 +79,7 @@ class Supervisor:
                 reasons = {rank: f"{why}; and then: {error}" for rank, why in reasons.items()}
                 break
             for member in self._members:
-                member.serve()
+                logger.warning("engine %d serves again", member.rank)
         for member in self._members:
             member.fail(reasons[member.rank])
 
