@@ -40,7 +40,7 @@ class StepShape(NamedTuple):
 
 
 class StepNeed(NamedTuple):
-    """What one of several engines in lockstep is about to do in a step; by default nothing."""
+    """The work of one of several engines in lockstep in their next step; by default none."""
 
     num_decodes: int = 0
     num_prompt_tokens: int = 0

@@ -50,6 +50,8 @@ from asyncllm.worker.worker import Worker
 
 logger = logging.getLogger("asyncllm")
 
+PEERS_SECONDS = 0.1  # in which the end of an engine is seen by those that share experts with it
+
 
 class EngineCore:
     """Made on the loop that it runs on."""
@@ -269,7 +271,9 @@ class EngineCore:
             if steps.is_planning:  # which none of them waits for yet
                 raise
             logger.exception("a step failed that all engines do together")
-            self._die(f"a step failed: {error}")
+            await asyncio.sleep(PEERS_SECONDS)  # it may have failed because another engine ended
+            lost = None if self._lockstep is None else self._lockstep.lost
+            self._die(lost or f"a step failed: {error}")
 
     async def _recover(self, error: Exception) -> None:
         """End the requests that the step may have hurt; go on if the device answers, else be dead.

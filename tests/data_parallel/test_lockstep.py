@@ -122,7 +122,7 @@ def test_an_engine_that_is_lost(waits: bool) -> None:
             await asyncio.sleep(0)
             locksteps[2].close()
             if not waits:
-                await until(lambda: all(each._lost for each in locksteps[:2]))
+                await until(lambda: all(each.lost for each in locksteps[:2]))
                 words = [each.say(NEEDS[0], 0.0) for each in locksteps[:2]]
             for each in words:
                 with pytest.raises(OutOfStepError, match="engine 2 is lost: "):

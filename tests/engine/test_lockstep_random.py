@@ -53,7 +53,7 @@ MUST_HAPPEN = (
 
 
 class Devices:
-    """What is common to all engines of a set: the steps that they were given, by engine."""
+    """The devices of a set of engines, and the steps that each was given."""
 
     def __init__(self, num_engines: int, rng: random.Random) -> None:
         self.steps: list[list[CommonStep]] = [[] for _ in range(num_engines)]

@@ -1,4 +1,4 @@
-"""What engines that share experts are given to find each other, each in a process of its own.
+"""The ends by which engines that share experts find each other, each in a process of its own.
 
 Between each two a Unix socket pair, by which they agree on each step, and one address of loopback,
 where the first of them has the store by which their ranks connect. All that is made anew when the

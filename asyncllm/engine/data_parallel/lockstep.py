@@ -52,7 +52,7 @@ class Lockstep:
         self._heard: dict[int, deque[Said]] = {other: deque() for other in others}
         self._own: Said | None = None  # in the round that is being agreed on
         self._agreed: asyncio.Future[list[Said]] | None = None
-        self._lost: str | None = None
+        self.lost: str | None = None  # which engine, and why
 
     @property
     def is_begun(self) -> bool:
@@ -65,14 +65,14 @@ class Lockstep:
         return [engine for engine, words in self._heard.items() if not words]
 
     def say(self, need: StepNeed, lead_seconds: float) -> asyncio.Future[list[Said]]:
-        """What this engine needs of the next step. The words of all, by engine, once they are
+        """Say what this engine needs of the next step. The words of all, by engine, once they are
         there; raises `OutOfStepError`."""
         assert self._own is None, "it has spoken in this round"
         self._own = Said(self.round, need, lead_seconds, self.last)
         self._agreed = asyncio.get_running_loop().create_future()
         self._tell(self._own)
-        if self._lost is not None:
-            self._agreed.set_exception(OutOfStepError(self._lost))
+        if self.lost is not None:
+            self._agreed.set_exception(OutOfStepError(self.lost))
         self._settle()
         return self._agreed
 
@@ -87,9 +87,9 @@ class Lockstep:
     def lose(self, engine: int, why: str) -> None:
         """No word will come from it any more: so no step can be agreed on. While there is no work,
         it is for who started the engines to see it."""
-        self._lost = self._lost or f"engine {engine} is lost: {why}"
+        self.lost = self.lost or f"engine {engine} is lost: {why}"
         if self._agreed is not None and not self._agreed.done():
-            self._agreed.set_exception(OutOfStepError(self._lost))
+            self._agreed.set_exception(OutOfStepError(self.lost))
 
     def _settle(self) -> None:
         assert self._own is not None and self._agreed is not None
