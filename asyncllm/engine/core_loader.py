@@ -13,6 +13,7 @@ import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine.data_parallel.links import EngineLink
+from asyncllm.engine.data_parallel.peers import Peers
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.recorder import Recorder
@@ -69,6 +70,10 @@ class CoreLoader:
             await asyncio.gather(text, return_exceptions=True)
             raise
         try:
+            peers = None
+            if self._link is not None:
+                peers = Peers(self._link.place.number, self._link.peers, worker.adapters)
+                await peers.connect()
             inputs = InputProcessor(config, await text, worker.memory.max_model_len)
             # Ranks that others have started do not come back by our doing, nor engines' alone.
             is_ours = config.cluster.nnodes == 1 and config.cluster.backend == "mp"
@@ -80,7 +85,7 @@ class CoreLoader:
                 self._recorder,
                 self._stat_loggers,
                 self._reload if is_ours else None,
-                None if self._link is None else await self._link.connect(),
+                peers,
             )
         except BaseException:
             worker.close()

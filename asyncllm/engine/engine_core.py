@@ -27,7 +27,7 @@ from asyncllm.engine.beam_search import BeamSearchClient
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.core import Replica, Restarts
-from asyncllm.engine.data_parallel.lockstep import Lockstep
+from asyncllm.engine.data_parallel.peers import Peers, SharedAdapterStore
 from asyncllm.engine.engine_steps import EngineSteps
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.live_requests import LiveRequests
@@ -64,10 +64,10 @@ class EngineCore:
         recorder: Recorder,
         stat_loggers: list[StatLogger],
         reload: Callable[[], Awaitable[Worker]] | None = None,
-        lockstep: Lockstep | None = None,
+        peers: Peers | None = None,
     ) -> None:
         """reload: makes a worker in place of one that has lost a rank; None: there is no rank.
-        lockstep: with engines that share experts."""
+        peers: engines that it shares experts with."""
         self.worker, self.work = worker, worker.work
         self.input_processor = input_processor
         self.recorder = recorder
@@ -88,15 +88,20 @@ class EngineCore:
             lambda: self.live.scheduler.num_requests,
             lambda: str(self.live.scheduler.stats()),
         )
-        self.adapters = None if worker.adapters is None else AdapterManager(worker.adapters)
+        self._peers = peers
+        self.adapters = None
+        if worker.adapters is not None:
+            store = worker.adapters
+            self.adapters = AdapterManager(
+                store if peers is None else SharedAdapterStore(store, peers)
+            )
         parts = worker, self.live, self.watchdog, recorder, stat_loggers
         later = [input_processor.grammars.prepare] * 2
-        self._lockstep = lockstep
-        if lockstep is None:
+        if peers is None:
             self.steps = EngineSteps(*parts, later=later)
         else:
             patience = config.distributed_timeout_seconds
-            self.steps = LockstepEngineSteps(lockstep, patience, *parts, later=later)
+            self.steps = LockstepEngineSteps(peers.lockstep, patience, *parts, later=later)
         self.dead: str | None = None  # or for now without a worker
         self.changed: Callable[[bool], object] = lambda is_up: None  # whether it serves
         self._reload, self._restarts = reload, Restarts()
@@ -272,8 +277,7 @@ class EngineCore:
                 raise
             logger.exception("a step failed that all engines do together")
             await asyncio.sleep(PEERS_SECONDS)  # it may have failed because another engine ended
-            lost = None if self._lockstep is None else self._lockstep.lost
-            self._die(lost or f"a step failed: {error}")
+            self._die(steps.lost or f"a step failed: {error}")
 
     async def _recover(self, error: Exception) -> None:
         """End the requests that the step may have hurt; go on if the device answers, else be dead.
@@ -391,8 +395,8 @@ class EngineCore:
         self.dead = "the engine is closed"
         self._task.cancel()
         await asyncio.wait([self._task])
-        if self._lockstep is not None:
-            self._lockstep.close()
+        if self._peers is not None:
+            self._peers.close()
         self.live.fail_all(self.dead)
         self.steps.record(None)
         if self.adapters is not None:

@@ -31,6 +31,11 @@ class LockstepEngineSteps(EngineSteps):
         self._lockstep, self._patience = lockstep, patience_seconds
         self._own_lead_seconds = 0.0  # that the last step's plan and launch took here
 
+    @property
+    def lost(self) -> str | None:
+        """The other engine that is lost, and why."""
+        return self._lockstep.lost
+
     async def lull(self, flight: Flight) -> None:
         self._work.clear()
         if not self._lockstep.is_begun:

@@ -47,7 +47,7 @@ def make_model(
     if config.enable_lora:
         add = select_add_lora(device)
         room, whole = (config.max_loras, config.max_lora_rank), config.lora_modules_to_save
-        lora = LoRALayers(*room, dtype, device, add, whole)
+        lora = LoRALayers(*room, dtype, device, add, whole, mesh.config)
     model_len = config.max_model_len or config.model.context_window
     backend = resolve_backend(config.attention_backend, device)
     latents = keeps_latents(config, backend)  # as of the layout

@@ -20,6 +20,7 @@ from asyncllm.models.layers.linear_method import LinearShape
 from asyncllm.models.layers.lora_experts import LoRAExperts
 from asyncllm.models.layers.mlp import MLP
 from asyncllm.models.layers.ops import AddRMSNorm, Normed, Routed, Routing
+from asyncllm.models.parallel.mesh import Mesh
 
 FULL_READ = 4.0
 
@@ -107,15 +108,14 @@ class Experts:
         self._lora = None
         if build.lora is not None:
             lora = LoRAExperts(build.lora, name, shape, mesh)
-            self._lora = build.lora.register(lora)
+            self._lora = build.lora.of_experts.register(lora)
 
     def add(self, x: Normed, end: AddRMSNorm) -> Normed:
         """As `MLP.add`."""
         lora = self._lora if self._lora is not None and self._lora.is_used else None
         routed, rows = self._router(x), x
-        if self._engines is not None:  # every rank has some of the experts of all engines' rows
-            values, *choice = self._engines.gather_rows(x.whole(), routed.ids, routed.gates)
-            rows, routed = Normed(values), Routed(*choice)
+        if self._engines is not None:
+            rows, routed = self._of_all_engines(self._engines, x, routed)
         if self._own_experts is not None:
             routed = own_experts(routed, self._own_experts)
         out = self._method.apply(self._own, self.weights, rows, routed, lora)
@@ -129,6 +129,15 @@ class Experts:
         if self._reduce is not None:  # both are summands
             out = self._reduce(out)
         return end.apply(self._ops, out)
+
+    def _of_all_engines(self, mesh: Mesh, x: Normed, routed: Routed) -> tuple[Normed, Routed]:
+        """Their rows below each other: for each of them every rank has some of the experts."""
+        slots = [] if self._lora is None else self._lora.slots_among_engines
+        own = x.whole(), routed.ids, routed.gates, *slots
+        values, ids, gates, *slots = mesh.gather_rows(*own)
+        if self._lora is not None:
+            self._lora.select(slots)
+        return Normed(values), Routed(ids, gates)
 
     @property
     def full_read_tokens(self) -> int:

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 
 from asyncllm.kernels.records import LoRAWeights as LoRAWeights
 from asyncllm.kernels.records import WholeWeights
+from asyncllm.mesh_config import MeshConfig
 from asyncllm.models.layers.linear_method import LinearShape
 from asyncllm.types import NO_ADAPTER
 
@@ -127,6 +128,9 @@ class LoRALayers:
     All that a slot holds is one row of `slots` [1 + num_slots, elements], so that an adapter comes
     as few copies, whatever its layers are. `add`: the device's `AddLoRA`. `whole`: the ends of the
     names of linear layers and embeddings of which each slot has room for a whole matrix.
+    `of_experts` has the experts' part: these same layers; or, where engines share the experts, and
+    so compute each other's rows, others, which have the slots of all engines, this one's from
+    behind `first_slot` on.
     """
 
     def __init__(
@@ -137,7 +141,11 @@ class LoRALayers:
         device: torch.device,
         add: AddLoRA = add_lora_torch,
         whole: Sequence[str] = (),
+        mesh: MeshConfig = MeshConfig(),  # noqa: B008
     ) -> None:
+        self.of_experts, self.first_slot = self, mesh.engine * num_slots
+        if mesh.dp > 1:
+            self.of_experts = LoRALayers(mesh.dp * num_slots, max_rank, dtype, device, add)
         self.max_rank = max_rank
         self._whole = whole
         self.add = add
@@ -160,6 +168,8 @@ class LoRALayers:
     def allocate(self) -> None:
         """Once, when the model's layers are made: the memory of all slots, as zeros. Raises
         `ValueError` where a name of `whole` is no layer's."""
+        if self.of_experts is not self:
+            self.of_experts.allocate()
         shapes = [shape for layer in self.layers for shape in layer.shapes]
         self.slots = self.slots.new_zeros(len(self.slots), sum(map(_aligned, shapes)))
         for layer, tensors in zip(self.layers, self._tensors(self.slots), strict=True):

@@ -14,6 +14,7 @@ import pytest
 
 from asyncllm.engine.data_parallel.links import EngineLink, link_engines
 from asyncllm.engine.data_parallel.lockstep import Lockstep, OutOfStepError, Said
+from asyncllm.engine.data_parallel.peers import Peers
 from asyncllm.step_plan import CommonStep, StepKind, StepNeed, StepShape
 from tests.waiting import run, until
 
@@ -22,16 +23,18 @@ STEP = CommonStep(StepShape(StepKind.MIXED, 20, True), False)
 
 
 @asynccontextmanager
-async def linked(num_engines: int) -> AsyncIterator[list[Lockstep]]:
+async def linked(num_engines: int) -> AsyncIterator[list[Peers]]:
     links = link_engines(num_engines)
     given = [EngineLink.of(link.place, link.sockets) for link in links]
     assert [link.address for link in given] == [links[0].address] * num_engines
-    locksteps = [await link.connect() for link in given]
+    every = [Peers(link.place.number, link.peers, None) for link in given]
+    for peers in every:
+        await peers.connect()
     try:
-        yield locksteps
+        yield every
     finally:
-        for lockstep in locksteps:
-            lockstep.close()
+        for peers in every:
+            peers.close()
         links[0].close()
 
 
@@ -41,7 +44,8 @@ def needs_of(said: Sequence[Said]) -> list[StepNeed]:
 
 def test_each_hears_all_in_the_order_of_engines() -> None:
     async def main() -> None:
-        async with linked(3) as locksteps:
+        async with linked(3) as every:
+            locksteps = [peers.lockstep for peers in every]
             for round_number in range(3):
                 words = [each.say(NEEDS[i], i / 8) for i, each in enumerate(locksteps)]
                 for said in await asyncio.gather(*words):
@@ -57,7 +61,8 @@ def test_each_hears_all_in_the_order_of_engines() -> None:
 
 def test_who_has_no_work_is_woken_by_who_has() -> None:
     async def main() -> None:
-        async with linked(3) as locksteps:
+        async with linked(3) as every:
+            locksteps = [peers.lockstep for peers in every]
             woken: list[int] = []
             for engine, lockstep in enumerate(locksteps):
                 lockstep.wake = lambda engine=engine: woken.append(engine)  # type: ignore[misc]
@@ -117,10 +122,11 @@ def test_an_engine_that_is_lost(waits: bool) -> None:
     """Who waits for its word hears of it, who speaks later too."""
 
     async def main() -> None:
-        async with linked(3) as locksteps:
+        async with linked(3) as every:
+            locksteps = [peers.lockstep for peers in every]
             words = [each.say(NEEDS[0], 0.0) for each in locksteps[:2] if waits]
             await asyncio.sleep(0)
-            locksteps[2].close()
+            every[2].close()
             if not waits:
                 await until(lambda: all(each.lost for each in locksteps[:2]))
                 words = [each.say(NEEDS[0], 0.0) for each in locksteps[:2]]

@@ -71,7 +71,7 @@ CASES = [
             "mixture": (*DENSE_WAYS, "ep2", "dp2-ep2", "dp2-tp2-ep4"),
             "quantised": (*DENSE_WAYS, "ep2", "ep2-pp2", "dp2-ep2"),
             "adapters": DENSE_WAYS,
-            "expert-adapters": ("tp2", "ep2"),
+            "expert-adapters": ("tp2", "ep2", "dp2-ep2", "dp2-tp2-ep4"),
         }.items()
         for way in ways
         for regime in TWO_REGIMES
@@ -107,14 +107,19 @@ def write_mixture_with_words(folder: Path, window: int = 256) -> Path:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A mixture, and two adapters of each of the two models."""
     folder = write_mixture_with_words(tmp_path_factory.mktemp("kinds"))
+    for seed in (1, 2):
+        write_tiny_adapter(folder / "adapters" / str(seed), seed)
+        write_adapter_of_experts(folder / "expert-adapters" / str(seed), seed)
+    return folder
+
+
+def write_adapter_of_experts(folder: Path, seed: int) -> Path:
+    """For the mixture's experts and attention."""
     modules = {"self_attn.q_proj": (128, 512), "self_attn.o_proj": (512, 128)}
     for expert in range(NUM_EXPERTS):
         modules |= {f"mlp.experts.{expert}.{name}_proj": (128, 512) for name in ("gate", "up")}
         modules[f"mlp.experts.{expert}.down_proj"] = 512, 128
-    for seed in (1, 2):
-        write_tiny_adapter(folder / "adapters" / str(seed), seed)
-        write_adapter(folder / "expert-adapters" / str(seed), 2, modules, seed)
-    return folder
+    return write_adapter(folder, 2, modules, seed)
 
 
 async def answered(folder: Path, kind: str, **args: Any) -> list[RequestOutput]:

@@ -7,15 +7,11 @@ engines are started again: nothing of those before is left in it.
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import combinations
 
-from asyncllm.engine.data_parallel.connection import Connection
-from asyncllm.engine.data_parallel.lockstep import Lockstep, Said
 from asyncllm.engine.data_parallel.wire import Place
 
 HOST = "127.0.0.1"
@@ -50,26 +46,6 @@ class EngineLink:
         """This process's ends: it has given them to another."""
         for each in self.sockets:
             each.close()
-
-    async def connect(self) -> Lockstep:
-        """Takes the sockets to the other engines, which may still be loading."""
-        loop, connections = asyncio.get_running_loop(), list[Connection]()
-
-        def tell(said: Said) -> None:
-            for connection in connections:
-                connection.send(said)
-                connection.flush()
-
-        def close() -> None:
-            for connection in connections:
-                connection.close()
-
-        lockstep = Lockstep(self.place.number, self.peers, tell, close)
-        for number, peer in self.peers.items():
-            hear, lose = partial(lockstep.hear, number), partial(lockstep.lose, number)
-            connections.append(connection := Connection(Said, hear, lose))
-            await loop.create_unix_connection(lambda made=connection: made, sock=peer)
-        return lockstep
 
 
 def link_engines(num_engines: int) -> list[EngineLink]:

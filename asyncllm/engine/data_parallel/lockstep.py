@@ -35,16 +35,9 @@ class Said(Message):
 
 class Lockstep:
     """One engine's part. `tell` gives a word to each of the others, `wake` is called when one of
-    them has spoken first, `close` ends the ways to them."""
+    them has spoken first."""
 
-    def __init__(
-        self,
-        engine: int,
-        others: Iterable[int],
-        tell: Callable[[Said], object],
-        close: Callable[[], object] = lambda: None,
-    ) -> None:
-        self.close = close
+    def __init__(self, engine: int, others: Iterable[int], tell: Callable[[Said], object]) -> None:
         self.wake: Callable[[], object] = lambda: None
         self.round = 0
         self.last: CommonStep | None = None  # of the round before; who launches it sets it
