@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import time
 import urllib.error
@@ -21,14 +22,24 @@ from typing import Any
 import pytest
 import torch
 
-from asyncllm import AsyncLLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
+from asyncllm import (
+    AsyncLLMEngine,
+    InvalidRequestError,
+    LoRARequest,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from asyncllm.engine.data_parallel.remote import RemoteCore
 from asyncllm.errors import EngineDeadError, ModelLoadError, RequestFailedError
 from tests.data_parallel.test_processes import engine_processes, lives, wait_for_the_end_of
 from tests.data_parallel.test_two_engines import group_of
 from tests.models.tiny_checkpoints import CONFIGS, random_reference
 from tests.parallel.engines import SMALL, Ask, expect_same, followers, greedy
-from tests.parallel.test_every_kind_of_model import write_mixture_with_words
+from tests.parallel.test_every_kind_of_model import (
+    write_adapter_of_experts,
+    write_mixture_with_words,
+)
 from tests.server.process import served
 from tests.waiting import PATIENCE_SECONDS, run, until
 
@@ -148,6 +159,37 @@ def test_requests_come_and_go_at_random(
             engine.check_idle()
             engine.check_integrity()
             assert min(replica.work.num_tokens for replica in engine.replicas) > 0
+
+    run(main())
+
+
+def test_each_engine_has_an_adapter_of_its_own_in_the_same_slot(
+    folder: Path, tmp_path: Path
+) -> None:
+    """One slot each, and three adapters of experts that come and go in it, beside rows without."""
+    folders = [write_adapter_of_experts(tmp_path / str(seed), seed) for seed in range(3)]
+    loras = [None, *(LoRARequest(each.name, lora_path=each) for each in folders)]
+    args = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2}
+
+    async def answers(engine: AsyncLLMEngine) -> list[RequestOutput]:
+        asks = [(*ask, lora) for lora in loras for ask in (ASKS[0], ASKS[2])] * 2
+        every = [engine.generate(prompt, given, lora_request=lora) for prompt, given, lora in asks]
+        return await asyncio.gather(*every)
+
+    async def main() -> None:
+        async with AsyncLLMEngine(str(folder), **SMALL | args) as one:
+            expected = await answers(one)
+        assert len({str(each.outputs[0].token_ids) for each in expected}) == 8
+        async with engines(folder, **args) as engine:
+            expect_same(await answers(engine), expected)
+            assert min(replica.recorder.generation_tokens for replica in engine.replicas) > 0
+            gone = LoRARequest("gone", lora_path=write_adapter_of_experts(tmp_path / "gone", 5))
+            await engine.add_lora(gone)  # to memory, where only its experts' other parts are not
+            shutil.rmtree(tmp_path / "gone")
+            with pytest.raises(InvalidRequestError, match=r"engine 1: .*gone"):
+                await engine.generate(*ASKS[0], lora_request=gone)
+            expect_same([await engine.generate(*ASKS[0])], expected[:1])
+            engine.check_idle()
 
     run(main())
 
