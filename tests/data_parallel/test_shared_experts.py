@@ -30,8 +30,10 @@ from asyncllm import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from asyncllm.engine.data_parallel import spawn
 from asyncllm.engine.data_parallel.remote import RemoteCore
 from asyncllm.errors import EngineDeadError, ModelLoadError, RequestFailedError
+from tests.data_parallel import recorded_engine
 from tests.data_parallel.test_processes import engine_processes, lives, wait_for_the_end_of
 from tests.data_parallel.test_two_engines import group_of
 from tests.models.tiny_checkpoints import CONFIGS, random_reference
@@ -159,6 +161,33 @@ def test_requests_come_and_go_at_random(
             engine.check_idle()
             engine.check_integrity()
             assert min(replica.work.num_tokens for replica in engine.replicas) > 0
+
+    run(main())
+
+
+@BOTH
+@pytest.mark.parametrize("is_whole", [False, True], ids=["pieces", "whole"])
+def test_all_replay_the_same_graphs(
+    folder: Path,
+    expected: list[RequestOutput],
+    is_whole: bool,
+    is_ahead: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also steps of which one engine has more rows than any graph, or than a graph's attention."""
+    monkeypatch.setattr(spawn, "MODULE", "tests.data_parallel.recorded_engine")
+    monkeypatch.setenv(recorded_engine.WHOLE, "1" if is_whole else "")
+    sizes = {"prefill_graph_sizes": [8, 16, 32], "cuda_graph_sizes": [1, 3]}
+
+    async def main() -> None:
+        async with engines(folder, async_scheduling=is_ahead, max_model_len=40, **sizes) as engine:
+            asks = [ASKS[i % len(ASKS)] for i in range(14)]
+            found = await asyncio.gather(*(engine.generate(*ask) for ask in asks))
+            expect_same(found, [expected[i % len(ASKS)] for i in range(14)])
+            expect_same([await engine.generate(*ask) for ask in ASKS], expected)
+            await quiet(engine)
+            steps = [replica.work.steps for replica in engine.replicas]
+            assert steps[0] == steps[1] and min(steps[0].values()) > 0, steps
 
     run(main())
 
