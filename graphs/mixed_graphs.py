@@ -83,7 +83,7 @@ class MixedGraphs:
         )
 
     def fitting_size(self, shape: StepShape) -> int | None:
-        """Of the least graph that holds a step of this shape."""
+        """The size of the least graph that holds a step of this shape."""
         return self._graphs[shape.kind, shape.adapters].fitting(shape.size)
 
     def capture(self, size: int) -> None:

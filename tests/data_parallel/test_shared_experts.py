@@ -261,7 +261,7 @@ async def expect_all_lost(engine: AsyncLLMEngine, number: signal.Signals, busy: 
     start = time.monotonic()
     os.kill(process_of(members(engine)[0]), number)
     for each in running:
-        with pytest.raises(RequestFailedError, match=r"engine [01]( is lost)?:"):
+        with pytest.raises(RequestFailedError, match="engine 0"):
             await each
     await until(lambda: engine.health() is not None)
     assert time.monotonic() - start < END_SECONDS

@@ -183,7 +183,7 @@ class FakeDevice:
         return self.queue(self.pack(plan))
 
     def pack(self, plan: StepPlan) -> FakeLaunched:
-        """What will be launched, as sequences are now."""
+        """Read what a launch reads of sequences, as they are now."""
         check_plan(plan)
         return FakeLaunched(self, plan, self._rng.randint(0, self._max_turns))
 

@@ -54,7 +54,7 @@ def padding(num_tokens: int) -> PackedStep:
 
 
 def packed_steps(seed: int) -> list[PackedStep]:
-    """Of an engine in use: decodes, prompts and both."""
+    """Steps of an engine in use: decodes, prompts and both."""
     rng = random.Random(seed)
     scheduler, packer = make_scheduler(block_size=BLOCK_SIZE, max_num_seqs=8), StepPacker(9, 4)
     steps = []

@@ -39,7 +39,7 @@ class EngineLink:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Of the store."""
+        """The store's."""
         return HOST, self.place.port
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ class Supervisor:
         self._task = asyncio.create_task(self._watch(), name=f"asyncllm engine {names}")
 
     async def close(self) -> None:
-        """Of the engines nothing is started any more."""
+        """Start and watch nothing any more."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
