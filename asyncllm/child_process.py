@@ -1,8 +1,8 @@
-"""A process of ours beside this one, which has a socket and no life of its own.
+"""Starts child processes that talk to this one over a socket, and end with it.
 
-It ends with the thread that started it (PR_SET_PDEATHSIG), also where that is killed while the
-process cannot run Python. Signals are its parent's: Ctrl-C reaches all processes of a terminal,
-SIGTERM all of a service, and the parent drains first.
+A child is killed when the thread that started it ends (PR_SET_PDEATHSIG), even if the parent is
+killed. It ignores SIGINT and SIGTERM: Ctrl-C reaches all processes of a terminal and SIGTERM all of
+a service, but the parent drains first.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ STDERR = 2
 def start_child(
     module: str, environment: Mapping[str, str], theirs: socket.socket, *others: socket.socket
 ) -> subprocess.Popen[bytes]:
-    """Run a module that begins with `given_socket`. others: for `other_sockets`. Raises
-    `OSError`."""
+    """Start a child that runs `module`, which must call `given_socket`. others: more sockets, for
+    `other_sockets`. Raises `OSError`."""
     files = [each.fileno() for each in (theirs, *others)]
     return subprocess.Popen(
         [sys.executable, "-m", module, *map(str, (os.getpid(), *files))],
@@ -36,7 +36,7 @@ def start_child(
 
 
 def given_socket() -> socket.socket:
-    """In the child. sys.argv: the parent's process id, the sockets' file descriptors."""
+    """The child's socket. sys.argv: the parent's process id, the sockets' file descriptors."""
     end_with(int(sys.argv[1]))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -49,7 +49,7 @@ def other_sockets() -> list[socket.socket]:
 
 
 def end_with(parent: int) -> None:
-    """By SIGKILL, when the thread that started this process ends."""
+    """Have this process killed when the thread that started it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended already
+    if os.getppid() != parent:  # the parent has ended already
         os._exit(0)

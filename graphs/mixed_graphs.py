@@ -1,18 +1,18 @@
 """CUDA graphs of mixed steps, by the number of tokens: full, or piecewise.
 
-Where attention reads on the device what differs from step to step (`StepAttention`), a graph holds
-all of a step, which is one launch: 28 layers in pieces cost the host some 3 ms. A size is captured
-for prefills alone, and with decodes before them.
+If attention reads a step's rows on the device (`StepAttention`), a full graph holds the whole step,
+which is then a single launch; 28 layers in pieces would cost the host some 3 ms. Each size is
+captured twice: for prefills only, and for decodes followed by prefills.
 
-Else a graph breaks at each layer's attention: a size is num_layers + 1 small graphs, and a replay
-launches the attention between them, over rows and pages that no capture knows:
+Otherwise graphs are piecewise: a size has num_layers + 1 graphs, and a replay launches attention
+between them, with rows and pages from the host:
 
     piece 0: embed norm qkv write     -> q     attention 0: q -> out
     piece 1: o_proj norm mlp norm qkv write -> q     attention 1: q -> out
     piece 2: o_proj norm mlp norm -> hidden
 
-All sizes read and write the same buffers; tokens beyond the step's are padding. Both forms are
-captured again for steps with adapters, where those are served.
+All sizes read and write the same buffers; tokens after the step's are padding. With LoRA enabled,
+both kinds are captured again for steps with adapters.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ KINDS = (StepKind.MIXED, StepKind.PREFILL)
 
 @dataclass(eq=False)
 class MixedGraphs:
-    """For steps of up to as many tokens as `buffers` has."""
+    """Graphs of up to as many tokens as `buffers` has."""
 
     layers: Sequence[AttentionLayer]
     step_attention: StepAttention | None  # None: piecewise
-    bind_attention: BindAttention  # of pieces
-    write_changes: Callable[[], object]  # a step's changes of slots, which its decodes read
-    # (rows, the step's tokens) -> rows of the step's decodes, whose tokens are filled with it
+    bind_attention: BindAttention  # for piecewise graphs
+    write_changes: Callable[[], object]  # applies a step's slot changes, before decodes read slots
+    # (number of rows, the step's tokens) -> its decode rows; also fills their tokens
     read_decodes: Callable[[int, TokenBuffers], DecodeRows]
-    most_decodes: int  # of a step
+    most_decodes: int  # in a step
     buffers: TokenBuffers
     forward: Forward
     pool: GraphPool
-    adapters: Sequence[bool] = (False,)  # False: for steps that have none; True: that have
+    adapters: Sequence[bool] = (False,)  # which steps are captured: without adapters, with
 
     def __post_init__(self) -> None:
         if self.step_attention is not None:
             self.most_decodes = min(self.most_decodes, self.step_attention.max_decodes)
-        # A size's graphs, in the order of their replay. Pieces are the same for both kinds.
+        # The graphs of a size, in the order of replay. Both kinds share piecewise graphs.
         self._graphs: dict[tuple[StepKind, bool], SizedGraphs[list[Graph]]] = {}
         for adapters in self.adapters:
             shared: SizedGraphs[list[Graph]] = SizedGraphs()
@@ -61,11 +61,11 @@ class MixedGraphs:
 
     @property
     def is_full(self) -> bool:
-        """Whether a replay is the whole step, which begins with its changes of slots."""
+        """Whether a replay runs the whole step, including its slot changes."""
         return self.step_attention is not None
 
     def fitting(self, num_decodes: int, prefills: PrefillRows, adapters: bool) -> StepShape | None:
-        """The shape that such a step is padded to; None: it has no graph."""
+        """The captured shape that a step is padded to; None: there is none."""
         if not self.takes(num_decodes, len(prefills.kv_lens), int(prefills.page_indptr[-1])):
             return None
         kind = StepKind.of(num_decodes, prefills.num_tokens)
@@ -95,7 +95,7 @@ class MixedGraphs:
                 graphs.add(size, self.pool.record_pieces(step)[0])
 
     def replay(self, shape: StepShape, decode_positions: np.ndarray, prefills: PrefillRows) -> None:
-        """Run the step whose tokens are in the static inputs. decode_positions: int32 [decodes]."""
+        """Run the step that is in the static inputs. decode_positions: int32 [decodes]."""
         *before_attention, last = self._graphs[shape.kind, shape.adapters][shape.size]
         if self.step_attention is not None:
             self.step_attention.prepare(len(decode_positions), prefills)

@@ -1,12 +1,12 @@
-"""The time structure of engines that do each step together, as pipeline.py has one engine's.
+"""The order of a step's methods, as in pipeline.py, for engines that run each step together.
 
     engine 0   | plan N+1 | agree, launch N+1 | wait N | finish N | ...
     engine 1   |   nothing to plan    | agree, launch padding | wait N | ...
-    device     |        step N                   |  step N+1  (all of them)
+    device     |        step N                   |  step N+1  (on all engines)
 
-A step is launched when all engines have agreed on it, while the one before runs. An engine without
-work does it with padding alone: its loop waits until another engine wants a step, and is in step
-with it from then on. The synchronous twin gives the same tokens.
+A step is launched when all engines have agreed on it, while the step before runs. An engine without
+work waits until another engine begins a round, and then runs a step of padding only. The
+synchronous loop gives the same tokens.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from asyncllm.engine.pipeline import Launched, Steps
+from asyncllm.engine.pipeline import Steps
 from asyncllm.step_plan import StepPlan
-from asyncllm.types import StepResult
+from asyncllm.types import LaunchedStep, StepResult
 
 
 @dataclass(eq=False)
 class Flight:
-    """A step that was launched; plan None: it is padding alone."""
+    """A launched step. plan None: it is padding only."""
 
     plan: StepPlan | None
-    launched: Launched
+    launched: LaunchedStep
 
     @cached_property
     def ended(self) -> asyncio.Future[StepResult]:
-        """Not before a plan that `needs_host` was constrained."""
+        """To be used only after `constrain`, if the plan `needs_host`."""
         return asyncio.ensure_future(self.launched.wait())
 
 
 class LockstepSteps(Steps, Protocol):
     async def lull(self, flight: Flight) -> None:
-        """There is nothing to plan: return when the step in flight has ended, a request has come or
-        another engine wants a step."""
+        """Called if there is nothing to plan. Returns when the step in flight has ended, a request
+        has arrived, or another engine has begun a round."""
         ...
 
     async def launch_together(self, plan: StepPlan | None) -> Flight | None:
-        """Launch the step that all engines agree on, and this plan as this one's part of it. None:
-        none of them has work."""
+        """Agree with the other engines and launch the step, with this plan as this engine's part.
+        None: no engine has work."""
         ...
 
     async def result(self, flight: Flight) -> StepResult:
-        """Its end. Raises also where another engine keeps it from ending."""
+        """The step's result. Raises if the step does not end, because of whichever engine."""
         ...
 
 
 async def run_ahead_in_lockstep(steps: LockstepSteps) -> None:
-    """As `run_ahead`."""
+    """Run forever, one step ahead, like `run_ahead`."""
     before: Flight | None = None
     while True:
         if before is not None:
@@ -73,7 +73,7 @@ async def run_ahead_in_lockstep(steps: LockstepSteps) -> None:
 
 
 async def run_synchronous_in_lockstep(steps: LockstepSteps) -> None:
-    """As `run_synchronous`."""
+    """Run forever, one step at a time, like `run_synchronous`."""
     while True:
         flight = await steps.launch_together(steps.plan())
         if flight is None:

@@ -1,4 +1,4 @@
-"""The verbs of a step on the real parts, where several engines do each step together."""
+"""The methods of a step, for engines that run each step together."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from asyncllm.engine.lockstep_pipeline import Flight
 from asyncllm.step_plan import NO_DECODES, StepPlan
 from asyncllm.types import StepResult
 
-LOOKS = 8  # in the time after which who stands still is lost
-NOTHING = StepPlan(step_id=0, decodes=NO_DECODES, prefills=())
+CHECKS = 8  # of progress, within the time without progress that is an error
+NO_WORK = StepPlan(step_id=0, decodes=NO_DECODES, prefills=())
 
 T = TypeVar("T")
 
 
 class LockstepEngineSteps(EngineSteps):
-    """Implements `lockstep_pipeline.LockstepSteps`. patience_seconds: for which no call between
-    ranks may have ended while a step, or a word of another engine, is waited for."""
+    """Implements `lockstep_pipeline.LockstepSteps`. patience_seconds: the longest time without a
+    completed collective call, while a step or another engine's message is awaited."""
 
     def __init__(
         self, lockstep: Lockstep, patience_seconds: float, *args: Any, **rest: Any
@@ -29,11 +29,11 @@ class LockstepEngineSteps(EngineSteps):
         super().__init__(*args, **rest)
         lockstep.wake = self.wake
         self._lockstep, self._patience = lockstep, patience_seconds
-        self._own_lead_seconds = 0.0  # that the last step's plan and launch took here
+        self._lead_seconds = 0.0  # that this host took to plan and launch its last step
 
     @property
     def lost(self) -> str | None:
-        """The other engine that is lost, and why."""
+        """Which other engine was lost, and why."""
         return self._lockstep.lost
 
     async def lull(self, flight: Flight) -> None:
@@ -43,19 +43,19 @@ class LockstepEngineSteps(EngineSteps):
             await self._work.wait()
 
     async def launch_together(self, plan: StepPlan | None) -> Flight | None:
-        if plan is not None and not plan.num_tokens:  # swaps alone, which others need not know of
+        if plan is not None and not plan.num_tokens:  # only swaps, which make no collective calls
             return Flight(plan, self.launch(plan))
         if plan is None and not self._lockstep.is_begun:
             return None
         common_steps = self.worker.common_steps
-        step = common_steps.pack(plan or NOTHING)
+        step = common_steps.pack(plan or NO_WORK)
         planned_seconds = time.monotonic() - self._plan_started
-        words = self._lockstep.say(common_steps.need(step), self._own_lead_seconds)
-        said = await self._patiently(words, self._who_is_missing)
+        agreed = self._lockstep.say(common_steps.need(step), self._lead_seconds)
+        said = await self._patiently(agreed, self._who_is_missing)
         start = time.monotonic()
         step = common_steps.pad(step, [each.need for each in said])
         self._lockstep.last = step.common
-        flight = Flight(plan, self.worker.launch(plan or NOTHING, step))
+        flight = Flight(plan, self.worker.launch(plan or NO_WORK, step))
         if plan is None:
             self.clock.idle()
         else:
@@ -65,12 +65,11 @@ class LockstepEngineSteps(EngineSteps):
     def _launched(
         self, flight: Flight, start: float, planned_seconds: float, most_lead_seconds: float
     ) -> None:
-        """As `launch`, but that the time that others took is not this engine's; all plan as early
-        as the slowest of them has to."""
+        """As in `launch`, but without the time spent waiting for other engines. All engines plan as
+        early as the slowest host needs."""
         launch_seconds = time.monotonic() - start
-        self._own_lead_seconds = planned_seconds + launch_seconds
-        lead = max(self._own_lead_seconds, most_lead_seconds)
-        self.clock.launched(flight.launched, lead)
+        self._lead_seconds = planned_seconds + launch_seconds
+        self.clock.launched(flight.launched, max(self._lead_seconds, most_lead_seconds))
         self._host_seconds["launch"] += launch_seconds
         self._live.scheduler.publish_planned()
 
@@ -78,10 +77,10 @@ class LockstepEngineSteps(EngineSteps):
         return await self._patiently(flight.ended, lambda: "a step does not end")
 
     async def _patiently(self, future: asyncio.Future[T], why: Callable[[], str]) -> T:
-        """Its result. Raises `OutOfStepError` where nothing moves for so long."""
+        """The future's result. Raises `OutOfStepError` after a time without progress."""
         calls, moved = self.worker.num_calls, time.monotonic()
         while not future.done():
-            await asyncio.wait([future], timeout=self._patience / LOOKS)
+            await asyncio.wait([future], timeout=self._patience / CHECKS)
             if calls != self.worker.num_calls:
                 calls, moved = self.worker.num_calls, time.monotonic()
             if not future.done() and time.monotonic() - moved > self._patience:
@@ -90,4 +89,4 @@ class LockstepEngineSteps(EngineSteps):
 
     def _who_is_missing(self) -> str:
         who = ", ".join(map(str, self._lockstep.missing))
-        return f"engine {who} says nothing of step {self._lockstep.round}"
+        return f"engine {who} has sent nothing for step {self._lockstep.round}"

@@ -85,12 +85,15 @@ def find_snapshot(cache: Path, repo: Repo) -> Path | None:
 
 
 def cached_repos(cache: Path) -> Iterator[Repo]:
-    """Every model and revision of the cache that has a name, in order."""
+    """Every model and revision of the cache that has a name, in order; one whose first download
+    was not completed too."""
     for storage in sorted(cache.glob("models--*--*")):
         repo = Repo.parse(storage.name.removeprefix("models--").replace("--", "/", 1))
         if repo is None:
             continue
         refs = [file for file in sorted((storage / "refs").rglob("*")) if file.is_file()]
+        if not refs and any(storage.glob("*.unverified")):
+            yield repo
         for ref in refs:
             revision = ref.relative_to(storage / "refs").as_posix()
             if _REVISION.fullmatch(revision):

@@ -33,6 +33,7 @@ from asyncllm.hub.files import (
     Part,
     is_small,
     missing_parts,
+    size_text,
     weight_files,
     what_instead,
 )
@@ -103,7 +104,7 @@ class _Download:
         num_bytes = sum(file.size or 0 for file in absent)
         self._check_space(num_bytes)
         if not all(is_small(file.name) for file in absent):
-            logger.info("downloading %s: %.3g GB to %s", self._repo, num_bytes / 1e9, self._cache)
+            logger.info("downloading %s: %s to %s", self._repo, size_text(num_bytes), self._cache)
         bar = tqdm(total=num_bytes, unit="B", unit_scale=True, desc=str(self._repo), disable=None)
         stop = Event()
         part = _part_of(bar, stop)
@@ -143,8 +144,8 @@ class _Download:
         free = shutil.disk_usage(folder).free
         if num_bytes > free:
             raise ModelLoadError(
-                f"{self._repo}: {num_bytes / 1e9:.3g} GB to download, but {self._cache} has "
-                f"{free / 1e9:.3g} GB left: free some, or choose another --download-dir"
+                f"{self._repo}: {size_text(num_bytes)} to download, but {self._cache} has "
+                f"{size_text(free)} left: free some, or choose another --download-dir"
             )
 
 

@@ -29,6 +29,15 @@ SMALL = re.compile(
 Part = Literal["config", "tokenizer", "weights"]
 
 
+def size_text(num_bytes: float) -> str:
+    """With three digits, in the unit in which it has one to three before the point."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
+
+
 def missing_parts(folder: Path, needs: Iterable[Part]) -> list[Part]:
     """The needed parts of a model that `folder` does not hold, or not whole."""
     holds = {"config": _holds_config, "tokenizer": _holds_tokenizer, "weights": _holds_weights}

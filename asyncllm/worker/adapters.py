@@ -18,8 +18,8 @@ from asyncllm.errors import LoRALoadError
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.lora_adapter import AdapterInfo, read_adapter
 from asyncllm.step_plan import StepKind, StepShape
-from asyncllm.types import StepResult
-from asyncllm.worker.executor import Collect, Executor, LaunchedStep
+from asyncllm.types import LaunchedStep, StepResult
+from asyncllm.worker.executor import Collect, Executor
 from asyncllm.worker.ranks.group import WorkerGroup
 from asyncllm.worker.ranks.messages import Kind
 
@@ -41,7 +41,7 @@ class AdapterStore:
         self._layers, self._num_places = layers, num_places
         self._executor = executor
         self._parts = [(layers, _host_memory(layers, num_places))]
-        if layers.of_experts is not layers:  # and a place for adapters of other engines
+        if layers.of_experts is not layers:  # one more place, for adapters of other engines
             self._parts.append((layers.of_experts, _host_memory(layers.of_experts, num_places + 1)))
         self._visiting = asyncio.Lock()
 
@@ -92,8 +92,8 @@ class AdapterStore:
             await asyncio.wrap_future(answer)
 
     async def load_visiting(self, folder: Path, slot: int) -> None:
-        """The experts' part of another engine's adapter, to that engine's slot. Until it is there.
-        Raises `LoRALoadError`."""
+        """Load the expert part of another engine's adapter into that engine's slot. Raises
+        `LoRALoadError`."""
         async with self._visiting:
             await asyncio.to_thread(self.read, folder, self._num_places)
             await self.load(self._num_places, slot)

@@ -1,9 +1,9 @@
-"""The step that several engines do at the same time, where their ranks share the experts.
+"""The step that engines run together, if they share experts.
 
-Each layer of experts has calls to the other engines, with as many rows as the step has: so all
-engines do a step of one shape, by the same graph (NCCL asks for that) or by none. The shape is the
-least that holds what each of them needs, and what one lacks is padding: rows of slot 0, and a
-prompt on page 0. All engines compute the same from the same numbers.
+A mixture layer makes calls to the other engines with as many rows as the step has. So all engines
+run a step of the same shape, by the same graph (which NCCL requires) or eagerly. The shape is the
+smallest that holds the needs of all engines. Each engine pads its own step to it: with rows of slot
+0, or with a prompt on page 0. All engines compute the same from the same needs.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from asyncllm.worker.packed_step import PackedStep
 
 
 class CommonSteps:
-    """Makes of one engine's plans its parts of the steps that all engines do."""
+    """Packs and pads one engine's plans to steps of all engines."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
 
     def pack(self, plan: StepPlan) -> PackedStep:
-        """When the plan is made: while engines agree on it its sequences may end."""
+        """To be called right after planning: sequences may end while the engines agree."""
         return self._runner.packer.pack(plan)
 
     def need(self, step: PackedStep) -> StepNeed:
         graphs, prefills = self._runner.mixed.graphs, step.prefills
         num_decodes = len(step.decode_slots)
-        # What has no prompt will have one of padding.
+        # If the step has no prompt, it may get one of padding.
         num_prefills, num_pages = len(prefills.kv_lens) or 1, int(prefills.page_indptr[-1]) or 1
         fits = graphs is None or graphs.takes(num_decodes, num_prefills, num_pages)
         return StepNeed(num_decodes, prefills.num_tokens, step.adapters, fits)
 
     def pad(self, step: PackedStep, needs: Sequence[StepNeed]) -> PackedStep:
-        """needs: of all engines, this step's among them."""
+        """needs: of all engines, including this one's."""
         common = common_step(needs, self._graph_size)
         return padded(step, common, self._runner.padding_prompt)
 
@@ -53,18 +53,18 @@ class CommonSteps:
 def common_step(
     needs: Sequence[StepNeed], graph_size: Callable[[StepShape], int | None]
 ) -> CommonStep:
-    """needs: of all engines, one of them at least not empty. graph_size: of the least graph that
-    holds a step of this shape, None where there is none; the same on all engines."""
+    """The smallest step for all needs, of which at least one has tokens. graph_size: the size of
+    the smallest graph for a shape, or None; the same on all engines."""
     most_decodes = max(need.num_decodes for need in needs)
     adapters = any(need.adapters for need in needs)
     if any(need.num_prompt_tokens for need in needs):
         kind = StepKind.MIXED if most_decodes else StepKind.PREFILL
-        # Who has no prompt has one of padding.
+        # An engine without a prompt gets one of padding.
         size = max(need.num_decodes + max(need.num_prompt_tokens, 1) for need in needs)
         may_fit = all(need.fits_graph for need in needs)
     else:
         kind, size, may_fit = StepKind.DECODE, most_decodes, True
-    assert size, "a step that nobody needs"
+    assert size, "no engine needs a step"
     shape = StepShape(kind, size, adapters)
     found = graph_size(shape) if may_fit else None
     return CommonStep(shape if found is None else shape._replace(size=found), found is not None)
@@ -73,8 +73,8 @@ def common_step(
 def padded(
     step: PackedStep, common: CommonStep, padding_prompt: Callable[[int], PackedStep]
 ) -> PackedStep:
-    """The step of one engine, with as much padding as it needs to be `common`: of that kind, and of
-    that size, where it is no graph's, which pads by itself. padding_prompt: of so many tokens."""
+    """One engine's step, padded to be of the kind of `common`, and of its size if it is eager: a
+    graph pads by itself. padding_prompt: makes a prompt of a number of tokens."""
     step = step._replace(common=common, adapters=common.shape.adapters)
     num_tokens = len(step.decode_slots) + step.prefills.num_tokens
     num_missing = 0 if common.in_graph else common.shape.size - num_tokens
@@ -95,7 +95,7 @@ def _with_rows(step: PackedStep, num_rows: int) -> PackedStep:
 
 
 def _with_prompt(step: PackedStep, padding: PackedStep) -> PackedStep:
-    """Behind the step's own prompts; where it has none, its samples are those of the decodes."""
+    """Append a prompt. If the step had none, only its decodes sample."""
     slots, positions = step.decode_slots, step.decode_positions
     tokens, prefills, samples = padding.tokens, padding.prefills, step.samples
     if step.has_prompts:

@@ -103,7 +103,7 @@ class Experts:
         self._method = build.experts_method(name, shape)
         self.weights = self._method.create_weights(shape)
         self._ops = build.ops
-        self._reduce = build.mesh.reduce if mesh.tp > 1 else None
+        self._summing = build.mesh if mesh.tp > 1 else None
         self._engines = build.mesh if mesh.dp > 1 else None
         self._lora = None
         if build.lora is not None:
@@ -126,9 +126,9 @@ class Experts:
             if self._shared_gate is not None:
                 shared = shared.mul_(self._shared_gate(x).sigmoid())
             out = out.add_(shared)
-        if self._reduce is not None:  # both are summands
-            out = self._reduce(out)
-        return end.apply(self._ops, out)
+        if self._summing is None:
+            return end.apply(self._ops, out)
+        return end.apply_to_sum(self._ops, self._summing, out)
 
     def _of_all_engines(self, mesh: Mesh, x: Normed, routed: Routed) -> tuple[Normed, Routed]:
         """Their rows below each other: for each of them every rank has some of the experts."""

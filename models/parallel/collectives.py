@@ -6,21 +6,29 @@ one of its own. NCCL has not been run on several GPUs (docs/log/ranks.md).
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import threading
 from collections import deque
 from datetime import timedelta
+from itertools import count
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
 
+from asyncllm.kernels.all_reduce import RANKS, PeerSums, RowSums
 from asyncllm.mesh_config import MeshConfig
+
+logger = logging.getLogger("asyncllm")
 
 _c10d: Any = distributed  # whose stubs lack much of it
 # Of one call. Whoever supervises the ranks ends those that are late, and so the others' calls; that
 # this has passed says that nobody does.
 TIMEOUT = timedelta(hours=1)
+CLOSE_SECONDS = 5.0
 
 
 def open_store(num_ranks: int, listener: socket.socket) -> Any:
@@ -60,8 +68,16 @@ class CollectiveMesh:
     """
 
     def __init__(
-        self, config: MeshConfig, store: Any, host: str, device: torch.device, engines: Any = None
+        self,
+        config: MeshConfig,
+        store: Any,
+        host: str,
+        device: torch.device,
+        row_size: int | None = None,
+        engines: Any = None,
     ) -> None:
+        """row_size: numbers of the rows that kernels are to sum, 16 bits each; None: none are.
+        engines: the store of all ranks of the engines that share experts."""
         self.config = config
         self.num_calls = self.num_common_calls = 0
         self._device = device
@@ -84,17 +100,52 @@ class CollectiveMesh:
             number = config.engine * config.size + config.rank
             self._everyone = make(everyone, number, config.dp * config.size, host)
             self._engines = make(peers, config.engine, config.dp, host)
+        self._closing: threading.Thread | None = None
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
         self.least(0)  # NCCL connects at the first call, which must not be a captured one
+        self.sums = None
+        if row_size is not None and config.tp > 1:
+            self.sums = self._share_memory(store, row_size)
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        self._finish(self._stage.allreduce([x]))
+        if (sums := self.row_sums(x)) is not None:
+            from asyncllm.kernels.all_reduce.kernel import all_reduce  # slow to import: Triton
+
+            all_reduce(x, sums)
+        else:
+            self._finish(self._stage.allreduce([x], _in_stream(_c10d.AllreduceOptions())))
         return x
+
+    def row_sums(self, x: torch.Tensor) -> RowSums | None:
+        sums = None if self.sums is None else self.sums.find(x)
+        if sums is not None:
+            self.num_calls += 1
+        return sums
+
+    def _share_memory(self, store: Any, row_size: int) -> PeerSums | None:
+        """With the stage's other ranks, where they are on one host and reach each other."""
+        tp, place = self.config.tp, self.config.place
+        names = (f"memory {self.config.stage} {number}" for number in count())
+
+        def exchange(ours: bytes) -> list[bytes]:
+            name = next(names)
+            store.set(f"{name} {place}", b" " + ours)
+            return [bytes(store.get(f"{name} {peer}"))[1:] for peer in range(tp)]
+
+        own = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+        if tp not in RANKS or any(host != own for host in exchange(own)):
+            return None
+        try:
+            return PeerSums(place, tp, row_size, self._device, exchange)
+        except OSError as error:
+            logger.info("falling back to NCCL for sums of few rows: %s", error)
+            return None
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         rows, columns = x.shape
         every = x.new_empty(self.config.tp * rows, columns)
-        self._finish(self._stage._allgather_base(every, x.contiguous()))
+        options = _in_stream(_c10d.distributed_c10d.AllgatherOptions())
+        self._finish(self._stage._allgather_base(every, x.contiguous(), options))
         return every.view(-1, rows, columns).transpose(0, 1).reshape(rows, -1)
 
     def send(self, x: torch.Tensor) -> None:
@@ -125,7 +176,7 @@ class CollectiveMesh:
         return x
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        self._finish(self._stage.broadcast(x, 0))
+        self._finish(self._stage.broadcast([x], _in_stream(_c10d.BroadcastOptions())))
         if self.config.pp == 1:
             self.num_common_calls += 1
         return x
@@ -135,14 +186,16 @@ class CollectiveMesh:
         parts = [tensor.contiguous().view(torch.uint8) for tensor in tensors]
         own = torch.cat(parts, dim=1)
         every = own.new_empty(self.config.dp * len(own), own.shape[1])
-        self._finish(self._engines._allgather_base(every, own))
+        options = _in_stream(_c10d.distributed_c10d.AllgatherOptions())
+        self._finish(self._engines._allgather_base(every, own, options))
         columns = every.split([part.shape[1] for part in parts], dim=1)
         pairs = zip(columns, tensors, strict=True)
         return [each.contiguous().view(tensor.dtype) for each, tensor in pairs]
 
     def sum_rows(self, x: torch.Tensor) -> torch.Tensor:
         own = x.new_empty(len(x) // self.config.dp, x.shape[1])
-        self._finish(self._engines._reduce_scatter_base(own, x.contiguous()))
+        options = _in_stream(_c10d.distributed_c10d.ReduceScatterOptions())
+        self._finish(self._engines._reduce_scatter_base(own, x.contiguous(), options))
         return own
 
     def least(self, number: int) -> int:
@@ -155,7 +208,8 @@ class CollectiveMesh:
         return (self.config.rank + num_stages * self.config.tp) % self.config.size
 
     def _finish(self, call: Any) -> None:
-        call.wait()
+        if call is not None:  # NCCL's, in the current stream
+            call.wait()
         self.num_calls += 1
 
     def limit(self, seconds: float) -> None:
@@ -165,14 +219,35 @@ class CollectiveMesh:
             group._set_default_timeout(timedelta(seconds=seconds))
 
     def close(self) -> None:
-        """Ends calls that wait, with an error. From any thread."""
+        """Ends calls that wait, with an error. From any thread; once, however often called."""
+        if self._closing is not None:
+            return
+        if self.sums is not None:
+            self.sums.end_waiting()
+        # NCCL's returns when no graph is left that has calls of it.
+        self._closing = threading.Thread(target=self._abort, name="asyncllm-mesh", daemon=True)
+        self._closing.start()
+
+    def _abort(self) -> None:
         for group in self._groups:
             group.abort()
+
+    def wait_closed(self) -> None:
+        """After `close`, and when captured graphs are gone: until threads have ended and memory is
+        given back, or for CLOSE_SECONDS."""
+        if self._closing is not None:
+            self._closing.join(CLOSE_SECONDS)
 
     @property
     def _groups(self) -> set[Any]:
         every = {self._all, self._stage, self._odd, self._everyone, self._engines}
         return every - {None}
+
+
+def _in_stream(options: Any) -> Any:
+    """NCCL's kernel among those of the current stream, without events to another and back."""
+    options.asyncOp = False
+    return options
 
 
 def _gloo(store: Any, rank: int, num_ranks: int, host: str) -> Any:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from asyncllm.kernels.all_reduce import RowSums
 from asyncllm.mesh_config import MeshConfig
 
 
@@ -27,6 +28,11 @@ class Mesh(Protocol):
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of the stage's tensors, in place; equal to the last bit on all its ranks."""
+        ...
+
+    def row_sums(self, x: torch.Tensor) -> RowSums | None:
+        """How a kernel of the caller's is to add up the stage's tensors x [T, size], instead of
+        `reduce`; None: there is no way. Only what `reduce` would have done may be done by it."""
         ...
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -64,6 +70,10 @@ class Mesh(Protocol):
         """End calls that wait for other ranks, with an error. From any thread."""
         ...
 
+    def wait_closed(self) -> None:
+        """After `close`, and when captured graphs are gone: until memory is given back."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Alone:
@@ -72,6 +82,9 @@ class Alone:
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+    def row_sums(self, x: torch.Tensor) -> None:
+        return None
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -96,6 +109,9 @@ class Alone:
 
     def close(self) -> None:
         """Nobody is told."""
+
+    def wait_closed(self) -> None:
+        """It has nothing."""
 
 
 ALONE = Alone()

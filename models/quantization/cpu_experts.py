@@ -1,7 +1,7 @@
-"""Products with quantised experts by torch: on a CPU one expert after the other.
+"""Quantised experts by torch: on a CPU, one expert after the other.
 
-On a GPU, in float32 or for groups that our kernels do not take, all are dequantised for each
-product, whose shapes then do not depend on who takes what.
+On a GPU (in float32, or for groups that our kernels do not support) all experts are dequantised for
+each product, so that shapes do not depend on the routing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class CpuExperts:
 
 
 def _expert(weights: Weights, product: str, shape: ExpertsShape, expert: int) -> Weights:
-    """One expert's part of a product, as a linear layer's weights."""
+    """An expert's part of a product, as weights of a linear layer."""
     found, start = {}, f"{product}."
     for name, weight in weights.items():
         if name.startswith(f"{start}each."):

@@ -1,5 +1,4 @@
-"""Products with quantised experts on CUDA: the kernel of those in 16 bits, which makes numbers of
-codes in registers."""
+"""Quantised experts on CUDA, by the kernel of 16-bit experts, which dequantises in registers."""
 
 from __future__ import annotations
 

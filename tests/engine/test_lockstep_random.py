@@ -25,7 +25,7 @@ from asyncllm.engine import prefill_planner as planner_module
 from asyncllm.engine import scheduler as scheduler_module
 from asyncllm.engine.data_parallel.lockstep import Lockstep, Said
 from asyncllm.engine.lockstep_pipeline import run_ahead_in_lockstep, run_synchronous_in_lockstep
-from asyncllm.engine.lockstep_steps import NOTHING, LockstepEngineSteps
+from asyncllm.engine.lockstep_steps import NO_WORK, LockstepEngineSteps
 from asyncllm.engine.step_clock import StepClock
 from asyncllm.step_plan import CommonStep, StepKind, StepNeed, StepPlan, StepShape
 from asyncllm.types import StepResult
@@ -87,7 +87,7 @@ class LockstepWorld(World, LockstepEngineSteps):  # type: ignore[misc]
         self.clock = StepClock()
         self._live: Any = SimpleNamespace(scheduler=self.scheduler)
         self._host_seconds = Counter()
-        self._plan_started = self._own_lead_seconds = 0.0
+        self._plan_started = self._lead_seconds = 0.0
         self._work = asyncio.Event()
         self._lockstep, self._patience = lockstep, float(TEST_SECONDS)
         lockstep.wake = self.wake
@@ -112,7 +112,7 @@ class LockstepWorld(World, LockstepEngineSteps):  # type: ignore[misc]
 
     def _launch(self, plan: StepPlan, packed: FakeLaunched) -> FakeLaunched:
         """Part of a step of all engines."""
-        has_begun = self.devices.give(self.engine, packed.common, plan is not NOTHING)
+        has_begun = self.devices.give(self.engine, packed.common, plan is not NO_WORK)
         launched = self.device.queue(packed)
         wait = launched.wait
 

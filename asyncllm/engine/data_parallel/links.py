@@ -1,8 +1,8 @@
-"""The ends by which engines that share experts find each other, each in a process of its own.
+"""The sockets by which engines that share experts find each other, each in its own process.
 
-Between each two a Unix socket pair, by which they agree on each step, and one address of loopback,
-where the first of them has the store by which their ranks connect. All that is made anew when the
-engines are started again: nothing of those before is left in it.
+Each two engines get a Unix socket pair, over which they agree on each step. The first engine gets a
+socket that listens on loopback, for the store through which the ranks of all engines connect. The
+engines' parent makes all of them anew for each start.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class EngineLink:
-    """One engine's ends. `listener`: of the store, the first engine's."""
+    """One engine's ends. listener: for the store, which the first engine has."""
 
     place: Place
     peers: dict[int, socket.socket]
@@ -27,7 +27,7 @@ class EngineLink:
 
     @classmethod
     def of(cls, place: Place, sockets: Sequence[socket.socket]) -> EngineLink:
-        """In the engine's process. sockets: as `sockets` gave them."""
+        """In the engine's process, from its own copies of `sockets`."""
         others = [number for number in range(place.num_engines) if number != place.number]
         listener = sockets[-1] if place.number == 0 else None
         return cls(place, dict(zip(others, sockets, strict=False)), listener)
@@ -39,11 +39,11 @@ class EngineLink:
 
     @property
     def address(self) -> tuple[str, int]:
-        """The store's."""
+        """The address of the store."""
         return HOST, self.place.port
 
     def close(self) -> None:
-        """This process's ends: it has given them to another."""
+        """Close this process's copies, after the engine's process was started."""
         for each in self.sockets:
             each.close()
 

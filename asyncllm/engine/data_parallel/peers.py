@@ -1,8 +1,8 @@
-"""The other engines, as one that shares experts with them sees them: a socket to each.
+"""An engine's connections to the other engines that it shares experts with.
 
-Over it they agree on each step (lockstep.py). And as each computes its own experts for the rows of
-all, each has the experts' part of every adapter that one of them uses, in slots that are that
-one's: who puts an adapter into a slot has the others do the same before a request may use it.
+They agree on each step over these (lockstep.py). As each engine computes its own experts for the
+rows of all engines, it needs the expert part of every adapter that one of them uses: an engine that
+loads an adapter into a slot has the others load its experts, before a request may use it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asyncllm.worker.adapters import AdapterStore
 
 
 class LoadExperts(Message):
-    """An adapter's, to this slot of the engine that says so. Answered by `Loaded`."""
+    """Load an adapter's experts into this slot of the sending engine. Answered by `Loaded`."""
 
     number: int
     folder: str
@@ -36,7 +36,7 @@ class Loaded(Message):
 
 
 class Peers:
-    """`store`: of this engine's adapters, where it serves any."""
+    """store: this engine's adapters; None: it serves none."""
 
     def __init__(self, engine: int, others: Mapping[int, socket], store: AdapterStore | None):
         self._sockets, self._store = others, store
@@ -47,7 +47,7 @@ class Peers:
         self.lockstep = Lockstep(engine, others, self._tell)
 
     async def connect(self) -> None:
-        """The others may still be loading."""
+        """Does not wait: the others may still be loading."""
         loop = asyncio.get_running_loop()
         for engine, each in self._sockets.items():
             heard, lost = partial(self._heard, engine), partial(self._lost, engine)
@@ -84,7 +84,7 @@ class Peers:
     # --- adapters ----------------------------------------------------------------------------
 
     async def load_experts(self, folder: Path, slot: int) -> None:
-        """Until all of them have an adapter's experts in this slot. Raises `LoRALoadError`."""
+        """Have all other engines load an adapter's experts. Raises `LoRALoadError`."""
         number, loop = next(self._numbers), asyncio.get_running_loop()
         answers = {(engine, number): loop.create_future() for engine in self._connections}
         self._answers |= answers
@@ -103,19 +103,19 @@ class Peers:
     async def _load(self, engine: int, asked: LoadExperts) -> None:
         error = None
         try:
-            assert self._store is not None, "an adapter of an engine that serves none"
+            assert self._store is not None, "this engine serves no adapters"
             await self._store.load_visiting(Path(asked.folder), asked.slot)
-        except Exception as refused:  # it is who asked for it that has a request to end
+        except Exception as refused:  # the request that needs it ends on the other engine
             error = str(refused)
         self._connections[engine].send(Loaded(asked.number, error))
 
 
 class SharedAdapterStore:
-    """An `AdapterStore`, whose adapters' experts are on the other engines too."""
+    """An `AdapterStore` that also loads the adapters' experts on the other engines."""
 
     def __init__(self, store: AdapterStore, peers: Peers) -> None:
         self._store, self._peers = store, peers
-        self._folders: dict[int, Path] = {}  # of the adapters in each place
+        self._folders: dict[int, Path] = {}  # by place
         self.num_places, self.num_slots = store.num_places, store.num_slots
 
     def read(self, folder: Path, place: int) -> AdapterInfo:

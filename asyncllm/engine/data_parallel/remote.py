@@ -64,13 +64,13 @@ class RemoteCore:
 
     @property
     def process(self) -> EngineProcess:
-        """The last one that was started."""
+        """The current or last process."""
         assert self._process is not None, f"engine {self.rank} has never been started"
         return self._process
 
     async def start(self, link: EngineLink | None) -> None:
-        """A process, until it is ready, with the adapters of the one before. link: to the engines
-        that it shares experts with. Raises `ValueError` or `ModelLoadError` for what cannot run."""
+        """Start a process, wait until it is ready, and load the adapters of the last one. link: to
+        the engines that it shares experts with. Raises `ValueError` or `ModelLoadError`."""
         self._starting = asyncio.get_running_loop().create_future()
         self._process = EngineProcess(self._environment, self._received)
         try:
@@ -91,7 +91,7 @@ class RemoteCore:
             raise
 
     def lose(self, why: str) -> None:
-        """Its process is gone: end its requests; nothing new is placed here."""
+        """The process is lost: end its requests, and refuse new ones."""
         self._down = f"its process was lost: {why}"
         self._stats, self._beat = SchedulerStats(), None
         self.changed(False)
@@ -100,17 +100,17 @@ class RemoteCore:
         self._requests.lose(why)
 
     def serve(self) -> None:
-        """It, and who it shares experts with, were started."""
+        """The process, and those of engines that share experts with it, are ready."""
         self._down = None
         self.changed(True)
 
     def fail(self, why: str) -> None:
-        """It is not started again."""
+        """Fail for good."""
         self._down = why
         self.failed.set_result(why)
 
     async def close(self) -> None:
-        """Once nobody starts it again."""
+        """To be called after the supervisor's `close`."""
         self.lose("it is closed")
         if self._process is not None:
             self._process.connection.send(wire.Close())

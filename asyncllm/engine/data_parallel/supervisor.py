@@ -1,8 +1,8 @@
-"""Engines in processes of their own that are started and lost together: one, or all that share
-experts, as none of those does a step without the others.
+"""Starts engines in their own processes, watches them, and restarts them.
 
-Where one ends, or says nothing for SILENCE_SECONDS, the requests of all end with an error and all
-are started again, unless that has happened as often as `Restarts` allows; then they have failed.
+Engines that share experts are started and restarted together, as none can run a step without the
+others. If an engine ends, or is silent for SILENCE_SECONDS, the requests of all of them end with an
+error and all are restarted. After too many restarts (`Restarts`) they have failed for good.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from asyncllm.engine.data_parallel.remote import RemoteCore
 
 logger = logging.getLogger("asyncllm")
 
-SILENCE_SECONDS = 8.0  # of an engine that beats each second
-SUSPECT_SECONDS = 3.0  # of one whose peers are lost already
+SILENCE_SECONDS = 8.0  # engines send a beat each second
+SUSPECT_SECONDS = 3.0  # the same, once another engine was lost
 CHECK_SECONDS = 0.5
-PEERS_SECONDS = 0.2  # in which the end of one is seen at the others
+PEERS_SECONDS = 0.2  # after one engine was lost, until it is clear which of them were the first
 
 
 class Supervisor:
     def __init__(self, members: Sequence[RemoteCore]) -> None:
-        """members: one, or several that share experts."""
+        """members: one engine, or all engines that share experts."""
         self._members = members
         self._restarts = Restarts()
         self._task: asyncio.Task[None] | None = None
@@ -38,7 +38,7 @@ class Supervisor:
         self._task = asyncio.create_task(self._watch(), name=f"asyncllm engine {names}")
 
     async def close(self) -> None:
-        """Start and watch nothing any more."""
+        """Stop watching and restarting."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -53,7 +53,7 @@ class Supervisor:
                     group.create_task(member.start(link))
             for member in self._members:
                 member.serve()
-        except ExceptionGroup as errors:  # of who failed first; the others were cancelled then
+        except ExceptionGroup as errors:  # the first failure cancelled the other starts
             raise errors.exceptions[0] from None
         finally:
             for link in links:
@@ -61,7 +61,7 @@ class Supervisor:
                     link.close()
 
     async def _watch(self) -> None:
-        """Until they have failed for good."""
+        """Run until the engines have failed for good."""
         while True:
             reasons = await self._until_lost()
             for member in self._members:
@@ -84,7 +84,7 @@ class Supervisor:
             member.fail(reasons[member.rank])
 
     async def _until_lost(self) -> dict[int, str]:
-        """Why each of them has no process any more."""
+        """Wait until one of them is lost, and kill all. The reasons by rank."""
         while not self._silent_or_lost(SILENCE_SECONDS):
             lost = [member.process.lost for member in self._members]
             await asyncio.wait(lost, timeout=CHECK_SECONDS, return_when=asyncio.FIRST_COMPLETED)

@@ -27,11 +27,13 @@ from asyncllm.child_process import given_socket
 from asyncllm.config import EngineConfig
 from asyncllm.errors import LoRALoadError
 from asyncllm.frames import Frames
-from asyncllm.models.parallel.collectives import CollectiveMesh, find_store
+from asyncllm.models.parallel.collectives import CollectiveMesh, EngineStore, find_store
 from asyncllm.models.parallel.mesh import Mesh
 from asyncllm.worker.adapters import AdapterStore
+from asyncllm.worker.kernels import make_mesh
 from asyncllm.worker.ranks.connection import READ_BYTES
 from asyncllm.worker.ranks.messages import (
+    CaptureGraph,
     ClearPages,
     Kind,
     Message,
@@ -96,12 +98,13 @@ class Follower:
         mesh = config.mesh
         store, engines = find_store(mesh.size, *address), None
         if of_engines is not None:
-            engines = find_store(mesh.dp * mesh.size, *of_engines)
+            found = find_store(mesh.dp * mesh.size, *of_engines)
+            engines = EngineStore(found, of_engines)
         self._send(Kind.JOINS)
         own = address[0]  # on the host of rank 0, which reaches itself by it
         if self._socket.family != socket.AF_UNIX:
             own = self._socket.getsockname()[0]
-        self._mesh = CollectiveMesh(mesh, store, own, torch.device(config.device), engines)
+        self._mesh = make_mesh(config, store, own, engines)
         return self._mesh
 
     def _do(self, worker: Worker, message: Message) -> None:
@@ -113,6 +116,8 @@ class Follower:
                 self._begun.popleft()(is_masked)
             case (Kind.CLEAR_PAGES, page_ids):
                 worker.command(ClearPages(page_ids))
+            case (Kind.CAPTURE_GRAPH,):
+                worker.command(CaptureGraph())
             case (Kind.READ_ADAPTER, str(folder), int(place)):
                 assert worker.adapters is not None
                 self._adapters_thread.submit(
