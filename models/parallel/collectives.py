@@ -82,9 +82,8 @@ class CollectiveMesh:
         self.num_calls = self.num_common_calls = 0
         self._device = device
         make = _nccl if device.type == "cuda" else _gloo
-        self._all = self._stage = self._engines = None
-        if store is not None:
-            self._all = self._stage = make(store, config.rank, config.size, host)
+        self._all: Any = None if store is None else make(store, config.rank, config.size, host)
+        self._stage: Any = self._all
         if config.pp > 1:
             of_stage = _c10d.PrefixStore(f"stage {config.stage}", store)
             self._stage = make(of_stage, config.place, config.tp, host)
@@ -92,7 +91,7 @@ class CollectiveMesh:
         if config.pp > 1 and device.type == "cuda":
             odd = _c10d.PrefixStore("odd stages", store)
             self._odd = make(odd, config.rank, config.size, host)
-        self._everyone = self._all
+        self._everyone, self._engines = self._all, self._all
         if config.dp > 1:
             everyone, peers = (
                 _c10d.PrefixStore(name, engines) for name in ("everyone", f"rank {config.rank}")

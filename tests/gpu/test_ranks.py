@@ -69,7 +69,6 @@ def test_calls_of_nccl_are_captured() -> None:
     mesh = CollectiveMesh(MeshConfig(), store, "127.0.0.1", CUDA)
     x, stream = torch.ones(4, 8, device=CUDA), torch.cuda.Stream()
     tokens = torch.zeros(4, dtype=torch.int32, device=CUDA)
-    mesh._engines = mesh._all  # of one engine
     rows, gates = torch.ones(4, 8, dtype=torch.bfloat16, device=CUDA), torch.ones(4, 2, device=CUDA)
     for _ in range(2):  # NCCL connects at the first calls
         mesh.sum_rows(mesh.gather_rows(rows, tokens[:, None], gates)[0])
