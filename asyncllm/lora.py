@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+# An adapter's files, as peft names them.
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
 # Adapters of the built-in model, by name instead of a folder.
 BUILTIN_ADAPTERS = {"tiny-pirate": Path(__file__).parent / "assets" / "tiny-pirate"}
 

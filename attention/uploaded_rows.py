@@ -15,7 +15,7 @@ from asyncllm.attention.base import PrefillRows
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowTensors:
     """A step's rows, int32, all in pinned memory or all on the device."""
 
     pages: torch.Tensor  # of all cache groups, concatenated
@@ -30,7 +30,7 @@ class RowsUpload:
         self._block_size, self._device = block_size, device
         self._allocate(1 << 12)
 
-    def __call__(self, rows: PrefillRows) -> tuple[Rows, Rows]:
+    def __call__(self, rows: PrefillRows) -> tuple[RowTensors, RowTensors]:
         """The rows in pinned memory, which the next call overwrites, and on the device."""
         last_page_lens = rows.kv_lens - (np.diff(rows.page_indptr) - 1) * self._block_size
         arrays = [rows.pages.reshape(-1), rows.query_indptr, rows.page_indptr, last_page_lens]
@@ -42,7 +42,7 @@ class RowsUpload:
         np.concatenate(arrays, out=self._pinned.numpy()[:total], casting="same_kind")
         host, device = self._pinned[:total], self._on_device[:total]
         device.copy_(host, non_blocking=True)
-        return Rows(*host.split(sizes)), Rows(*device.split(sizes))
+        return RowTensors(*host.split(sizes)), RowTensors(*device.split(sizes))
 
     def _allocate(self, size: int) -> None:
         is_cuda = self._device.type == "cuda"

@@ -10,8 +10,37 @@ import torch
 from asyncllm.attention.base import DecodeRows
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.kernels.declaration import DenseShape, Launch, current_stream
-from asyncllm.kernels.persistent_decode import KERNEL, MAX_ROWS, Args, Layer, exchange_words
+from asyncllm.kernels.persistent_decode import (
+    FORMATS,
+    KERNEL,
+    MAX_ROWS,
+    PLAIN,
+    Args,
+    Layer,
+    exchange_words,
+)
+from asyncllm.models.base import CausalLM
 from asyncllm.models.decoder import DecoderLayer, DenseDecoder
+from asyncllm.models.layers.linear_method import LinearMethod
+from asyncllm.models.quantization.method import QuantizedLinearMethod
+
+
+def weight_format(model: CausalLM) -> str | None:
+    """How all layers of a decoder store their weights, in the kernel's words; None where it has
+    none for them, for layers that differ in it, or for another model."""
+    if not isinstance(model, DenseDecoder) or not model.is_plain:
+        return None
+    formats = {_format_of(linear.method) for layer in model.layers for linear in layer.linears}
+    return formats.pop() if len(formats) == 1 else None
+
+
+def _format_of(method: LinearMethod) -> str | None:
+    if not isinstance(method, QuantizedLinearMethod):
+        return PLAIN
+    scheme = method.scheme  # its activations do not matter: of few rows they stay in 16 bits
+    if scheme.has_order:
+        return None
+    return FORMATS.get((scheme.kind, scheme.group, scheme.has_offset))
 
 
 class PersistentDecode:
@@ -33,11 +62,13 @@ class PersistentDecode:
         self._words = torch.zeros(2, dtype=torch.int32, device=device)
         words = self._words.data_ptr()
         self._layers = _layer_table(model, cache.layers)
+        self._offsets = _offset_table(model, device)
         self._constants = {
             **_numbers(model, sizes, cache.layers[0]),
             "layers": self._layers.data_ptr(),
             "final_norm": model.norm.constants.weight.data_ptr(),
             "head": model.lm_head.weight.data_ptr(),
+            "offsets": self._offsets.data_ptr(),
             "exchange": self._exchange.data_ptr(),
             "layer_bytes": 4 * num_words,
             "phase": words,
@@ -112,6 +143,13 @@ def _layer_table(model: DenseDecoder, pages: Sequence[torch.Tensor]) -> torch.Te
     return torch.frombuffer(bytearray(layers), dtype=torch.uint8).to(pages[0].device)
 
 
+def _offset_table(model: DenseDecoder, device: torch.device) -> torch.Tensor:
+    """Addresses, 0 where there are none: int64 [num_layers, 4]."""
+    offsets = [[one.weights.get("offset") for one in layer.linears] for layer in model.layers]
+    addresses = [[address or 0 for address in _addresses(each)] for each in offsets]
+    return torch.tensor(addresses, dtype=torch.int64, device=device)
+
+
 def _layer_of(layer: DecoderLayer, pages: torch.Tensor) -> Layer:
     norms = layer.before_attention, layer.before_feed_forward
     first, second = (None if norm is None else norm.constants.weight for norm in norms)
@@ -119,6 +157,7 @@ def _layer_of(layer: DecoderLayer, pages: torch.Tensor) -> Layer:
     q_norm, k_norm = _addresses([None, None] if norm is None else [norm.q_weight, norm.k_weight])
     return Layer(
         weights=_addresses([linear.weights["weight"] for linear in layer.linears]),
+        scales=_addresses([linear.weights.get("scale") for linear in layer.linears]),
         biases=_addresses([linear.weights.get("bias") for linear in layer.linears]),
         norms=_addresses([first, None, second, None]),  # of the four products' inputs
         q_norm=q_norm,

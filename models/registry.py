@@ -21,6 +21,7 @@ from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.parallel.mesh import ALONE, Alone, Mesh
+from asyncllm.models.persistent_decode import weight_format
 from asyncllm.models.quantization.select import select_methods
 from asyncllm.models.supported import check_num_tensors
 
@@ -66,8 +67,8 @@ def build_model(
         raise UnsupportedModelError(f"{file}: {architecture} does not do {error}") from error
     if methods.schemes and device.type != "meta":
         logger.info(methods.describe())
-        if device.type == "cuda":
-            logger.info("persistent decode is for models in 16 bits alone")
+        if device.type == "cuda" and weight_format(model) is None:
+            logger.info("persistent decode does not take this model in these weights")
     return model
 
 

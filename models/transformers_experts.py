@@ -47,14 +47,14 @@ def replace_experts(model: Any) -> None:
             setattr(module, LANGUAGE, model.config.default_language)
 
 
-class _Replaced(nn.Module):
+class _Mixin(nn.Module):
     """Mixed into a module's class, whose attributes it uses."""
 
     def __getattr__(self, name: str) -> Any:
         return super().__getattr__(name)
 
 
-class _IdentityExperts(_Replaced):
+class _IdentityExperts(_Mixin):
     """LongCat: the last experts return their input."""
 
     def forward(
@@ -78,7 +78,7 @@ class _IdentityExperts(_Replaced):
         return out + (hidden_states * share).to(out.dtype)
 
 
-class _StackedExperts(_Replaced):
+class _StackedExperts(_Mixin):
     """DBRX: weights [experts * size, hidden_size]."""
 
     def forward(
@@ -107,7 +107,7 @@ class _KeptOnDevice(TorchFunctionMode):
         return args[0] if function is torch.Tensor.tolist else function(*args, **(named or {}))
 
 
-class _DeviceSizes(_Replaced):
+class _DeviceSizes(_Mixin):
     """JetMoE's gate: the number of rows of each expert stays a tensor."""
 
     def forward(self, hidden_states: torch.Tensor) -> Any:
@@ -115,7 +115,7 @@ class _DeviceSizes(_Replaced):
             return super().forward(hidden_states)
 
 
-class _SortedExperts(_Replaced):
+class _SortedExperts(_Mixin):
     """JetMoE: rows are sorted by expert."""
 
     def forward(self, inputs: torch.Tensor, expert_size: torch.Tensor) -> torch.Tensor:
@@ -125,7 +125,7 @@ class _SortedExperts(_Replaced):
         return F.grouped_mm(inputs, self.weight.transpose(1, 2), offs=ends)
 
 
-class _SortedTransposed(_Replaced):
+class _SortedTransposed(_Mixin):
     """Aria: the same with weights [experts, in, out]."""
 
     def forward(self, input: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,7 @@ class _SortedTransposed(_Replaced):
         return F.grouped_mm(input, self.weight, offs=ends)
 
 
-class _OneLanguage(_Replaced):
+class _OneLanguage(_Mixin):
     """X-MOD: all tokens use the adapter of the default language."""
 
     def lang_adapter(self, lang_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -210,21 +210,23 @@ class AsyncLLMEngine:
             if self._core is not None:
                 self._core.abort(name, cause)
 
-    async def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> None:
-        """Load an adapter, so that requests may name it. load_inplace: load it again, in place of
-        the adapter of this name and path. Raises `LoRALoadError` naming the tensor or setting that
-        is not supported, and changes nothing then."""
+    async def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> bool:
+        """Load an adapter, so that requests may name it; True, as vLLM. load_inplace: load it
+        again, in place of the adapter of this name and path. Raises `LoRALoadError` naming the
+        tensor or setting that is not supported, and changes nothing then."""
         await self._running().lora.add(lora_request, reload=load_inplace)
+        return True
 
-    def remove_lora(self, lora_name: str) -> bool:
+    async def remove_lora(self, lora_name: str) -> bool:
         """Unload an adapter; requests that use it run to their end. Whether it was loaded."""
         return self._running().lora.remove(lora_name)
 
-    def pin_lora(self, lora_name: str) -> None:
-        """Keep an adapter in memory. Raises `LoRALoadError` if it is not loaded."""
+    async def pin_lora(self, lora_name: str) -> bool:
+        """Keep an adapter in memory; True, as vLLM. Raises `LoRALoadError` if it is not loaded."""
         self._running().lora.pin(lora_name)
+        return True
 
-    def list_loras(self) -> list[LoRARequest]:
+    async def list_loras(self) -> list[LoRARequest]:
         adapters = self._running().adapters
         return [] if adapters is None else adapters.requests
 

@@ -29,6 +29,7 @@ from asyncllm.models.base import CausalLM
 from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.layers.one_row_ops import OneRowOps, WithoutLookups
 from asyncllm.models.parallel.mesh import Alone
+from asyncllm.models.persistent_decode import weight_format
 from asyncllm.models.quantization.select import is_quantized
 from asyncllm.models.registry import keeps_latents, model_without_memory
 from asyncllm.worker.device_state import DeviceState
@@ -54,10 +55,10 @@ def early_start(config: EngineConfig, device: torch.device) -> Start:
     model = model_without_memory(*shape, ops)
     # Quantised weights use other kernels. What other models do between their GEMMs would import
     # torch's compiler; `load_model` runs these with one row instead.
-    is_plain = isinstance(model, DenseDecoder) and model.is_plain
-    if is_plain and model.full_read_tokens == 1 and not is_quantized(config.model):
+    is_dense = model.full_read_tokens == 1 and not is_quantized(config.model)
+    if is_dense and isinstance(model, DenseDecoder) and model.is_plain:
         if config.mesh.stage > 0:
-            model.make_room(1)  # for what comes from the stage before
+            model.make_room(1)  # for hidden states of the previous stage
         with WithoutLookups():
             model.compute_logits(forward_without_attention(model, 1, torch.device("meta")))
     return replace(start_of(config, model, device), row_products=ops.products)
@@ -75,10 +76,7 @@ def start_of(config: EngineConfig, model: CausalLM, device: torch.device) -> Sta
         block_size=config.block_size,
         layers=model.attention_layers,
         sizes=DenseShape.of(config.model),
-        is_dense=isinstance(model, DenseDecoder)
-        and model.is_plain
-        and config.mesh.is_alone
-        and not is_quantized(config.model),
+        dense_weights=weight_format(model) if config.mesh.is_alone else None,
         attention_backend=_backend(config, device),
         has_fast_ops=has_fast_ops(device, dtype),
         captures_prefills=is_captured and bool(config.prefill_graph_sizes),

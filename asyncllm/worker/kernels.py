@@ -19,7 +19,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.graphs.captured_times import captured_seconds
 from asyncllm.kernels.gemm.cublas_lt import CublasLt
 from asyncllm.kernels.gemm.gemm_autotune import Agree, AutotunedGemm, GemmCache
-from asyncllm.models.layers.lora import AddLoRA, add_lora_torch
+from asyncllm.models.layers.lora_ops import TORCH_LORA, LoRAOps
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.parallel.collectives import CollectiveMesh, EngineStore
@@ -68,13 +68,14 @@ def select_slot_kernels(device: torch.device) -> SlotKernels:
     )
 
 
-def select_add_lora(device: torch.device) -> AddLoRA:
+def select_lora_ops(device: torch.device) -> LoRAOps:
     """Triton on CUDA, else torch."""
     if device.type != "cuda":
-        return add_lora_torch
-    from asyncllm.kernels.lora.kernel import add_lora_triton  # slow to import
+        return TORCH_LORA
+    from asyncllm.kernels.lora import expand, replace, rows, shrink  # slow to import
 
-    return add_lora_triton
+    firsts = shrink.shrink, shrink.look_up
+    return LoRAOps(rows.gather_rows, *firsts, replace.replace, expand.expand, expand.expand_swiglu)
 
 
 def select_states(cache: StateCache, device: torch.device) -> StateBackend:

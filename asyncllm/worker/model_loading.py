@@ -26,7 +26,7 @@ from asyncllm.models.parallel.mesh import Mesh
 from asyncllm.models.parallel.stages import Stages
 from asyncllm.models.registry import build_model, keeps_latents, settle
 from asyncllm.worker.kernel_prewarm import KernelPrewarm, start_of
-from asyncllm.worker.kernels import select_add_lora
+from asyncllm.worker.kernels import select_lora_ops
 from asyncllm.worker.memory import forward_without_attention
 
 
@@ -45,9 +45,9 @@ def make_model(
     dtype = getattr(torch, config.dtype)
     lora = None
     if config.enable_lora:
-        add = select_add_lora(device)
+        lora_ops = select_lora_ops(device)
         room, whole = (config.max_loras, config.max_lora_rank), config.lora_modules_to_save
-        lora = LoRALayers(*room, dtype, device, add, whole, mesh.config)
+        lora = LoRALayers(*room, dtype, device, lora_ops, whole, mesh.config)
     model_len = config.max_model_len or config.model.context_window
     backend = resolve_backend(config.attention_backend, device)
     latents = keeps_latents(config, backend)  # as in the cache layout

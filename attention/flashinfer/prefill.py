@@ -23,7 +23,7 @@ from asyncllm.attention.base import AttendRows, AttentionLayer, PrefillRows
 from asyncllm.attention.flashinfer import api
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.layer_kinds import LayerKinds
-from asyncllm.attention.uploaded_rows import Rows, RowsUpload
+from asyncllm.attention.uploaded_rows import RowsUpload, RowTensors
 
 WORKSPACE_BYTES = 8 << 20  # for a plan, as in the wrapper
 MASK_CAUSAL = 1  # flashinfer.utils.MaskMode
@@ -98,9 +98,9 @@ class PrefillModule:
         self._workspaces = (workspace, lists)
         self._pdl = torch.cuda.get_device_capability(device)[0] >= 9
         self._info: Any = None
-        self._rows: Rows | None = None
+        self._rows: RowTensors | None = None
 
-    def plan(self, host: Rows, device: Rows) -> None:
+    def plan(self, host: RowTensors, device: RowTensors) -> None:
         layer, num_tokens = self._layer, int(host.query_indptr[-1])
         self._rows = device
         self._info = self._module.plan(
@@ -117,7 +117,7 @@ class PrefillModule:
         pages: int32, the pages of the lists' rows. FA3 reads nothing else of the rows.
         """
         assert self._backend == "fa3" and self._num_groups == 1
-        self._info, self._rows = places, Rows(*(pages for _ in fields(Rows)))
+        self._info, self._rows = places, RowTensors(*(pages for _ in fields(RowTensors)))
 
     @cached_property
     def _pinned(self) -> torch.Tensor:
@@ -174,7 +174,7 @@ class PublicWrapper:
             for _ in range(cache.num_groups)
         ]
 
-    def plan(self, host: Rows, device: Rows) -> None:
+    def plan(self, host: RowTensors, device: RowTensors) -> None:
         layer = self._layer
         all_pages = host.pages.chunk(len(self._wrappers))
         for wrapper, pages in zip(self._wrappers, all_pages, strict=True):

@@ -95,9 +95,10 @@ class LMHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, size] -> [S, vocab_size], in the model's dtype."""
+        delta = None if self._lora is None else self._lora.delta(hidden)
         logits = self._ops.product(Normed(hidden), self.weight)
-        if self._lora is not None:
-            logits = self._lora.add(logits, hidden)
+        if delta is not None:
+            logits = delta.add(logits)
         if self._scale != 1.0:
             logits.mul_(self._scale)
         if self._soft_cap is not None:

@@ -61,9 +61,10 @@ class Router:
                 self._lora.base = {**self._lora.base, "bias": self._bias}
 
     def __call__(self, x: Normed) -> Routed:
+        delta = None if self._lora is None else self._lora.delta(x.values)
         logits = self._product(x)
-        if self._lora is not None:
-            logits = self._lora.add(logits, x.values)
+        if delta is not None:
+            logits = delta.add(logits)
         return self._ops.route(logits, self._correction, self._routing)
 
     def _product(self, x: Normed) -> torch.Tensor:

@@ -24,7 +24,7 @@ from asyncllm.models.layers.linear_method import (
     Shard,
     UnquantizedLinearMethod,
 )
-from asyncllm.models.layers.ops import AddRMSNorm, Epilogue, Normed, Out
+from asyncllm.models.layers.ops import AddRMSNorm, Delta, Epilogue, Normed, Out
 
 
 class Linear:
@@ -53,17 +53,17 @@ class Linear:
         elif build.mesh.config.tp > 1 and rows is not None:
             shard = Shard({f"{prefix}.{part}": ranges for part, ranges in rows.items()})
         self._shape = LinearShape(names, in_features, bias, shard)
-        self._method, *others = map(build.method_for, names)
-        if any(other is not self._method for other in others):
+        self.method, *others = map(build.method_for, names)
+        if any(other is not self.method for other in others):
             raise ModelLoadError(
                 f"{prefix}: {', '.join(parts)} are one product, but not quantised alike"
             )
         self._ops = build.ops
         self._rows: dict[str, torch.Tensor] = {}
-        self.weights = self._method.create_weights(self._shape)
+        self.weights = self.method.create_weights(self._shape)
         self._lora = None if build.lora is None else build.lora.layer(self._shape)
         if self._lora is not None:
-            is_plain = isinstance(self._method, UnquantizedLinearMethod)
+            is_plain = isinstance(self.method, UnquantizedLinearMethod)
             known = {"weight", "bias"} if is_plain else {"bias"}
             self._lora.base = {n: w for n, w in self.weights.items() if n in known}
 
@@ -73,30 +73,34 @@ class Linear:
 
         Only for unquantized weights, which have a row per output.
         """
-        if not isinstance(self._method, UnquantizedLinearMethod):
-            raise NotImplementedError(f"the outputs of {type(self._method).__name__} in an order")
+        if not isinstance(self.method, UnquantizedLinearMethod):
+            raise NotImplementedError(f"the outputs of {type(self.method).__name__} in an order")
         self._rows.update(rows)
         if self._lora is not None:
             self._lora.orders.update(rows)
 
     @property
     def in_bytes(self) -> torch.dtype | None:
-        return self._method.in_bytes(self.weights)
+        return self.method.in_bytes(self.weights)
 
     def __call__(self, x: Normed) -> torch.Tensor:
         """[T, in_features] -> [T, output features of all parts], including adapters. With `columns`
         it is this rank's summand."""
-        product = self._method.product(self.weights, x)
-        return product if self._lora is None else self._lora.add(product, x.values)
+        delta = self._delta(x)
+        product = self.method.product(self.weights, x)
+        return product if delta is None else delta.add(product)
 
     def with_epilogue(self, x: Normed, epilogue: Epilogue[Out]) -> Out:
         """The GEMM and its epilogue, in one kernel if the method has one and neither a reduction
         nor adapters come in between."""
-        if self._lora is None or not self._lora.is_used:
-            fused = self._method.fused(self.weights, x, epilogue)
-            if fused is not None:
-                return fused
-        return epilogue.apply(self._ops, self(x))
+        if (delta := self._delta(x)) is not None:
+            product = self.method.product(self.weights, x)
+            return epilogue.apply_adapted(self._ops, product, delta)
+        fused = self.method.fused(self.weights, x, epilogue)
+        return epilogue.apply(self._ops, self(x)) if fused is None else fused
+
+    def _delta(self, x: Normed) -> Delta | None:
+        return None if self._lora is None else self._lora.delta(x.values)
 
     def add(self, x: Normed, end: AddRMSNorm) -> Normed:
         """`with_epilogue`, of the sum of all ranks' products where each has some columns."""
@@ -105,12 +109,12 @@ class Linear:
         return end.apply_to_sum(self._ops, self._summing, self(x))
 
     def loads(self) -> Iterator[Load]:
-        for load in self._method.loads(self._shape, self.weights):
+        for load in self.method.loads(self._shape, self.weights):
             rows = self._rows.get(load.name.rpartition(".")[0])
             yield load if rows is None else _reordered(load, rows)
 
     def finish_loading(self) -> None:
-        self._method.finish(self.weights)
+        self.method.finish(self.weights)
 
 
 def _reordered(load: Load, rows: torch.Tensor) -> Load:

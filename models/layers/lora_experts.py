@@ -15,7 +15,8 @@ import torch.nn.functional as F
 
 from asyncllm.mesh_config import MeshConfig
 from asyncllm.models.layers.experts_method import ExpertsShape
-from asyncllm.models.layers.lora import LoRALayers, Place
+from asyncllm.models.layers.lora import LoRALayers
+from asyncllm.models.layers.lora_places import Place
 from asyncllm.types import NO_ADAPTER
 
 
@@ -26,6 +27,7 @@ class LoRAExperts:
         """rows: whose slots those of a step's rows are."""
         self._rows, self._owner = rows, (owner := rows.of_experts)
         self._name, self.shape = name, shape
+        self._among_engines: torch.Tensor | None = None
         self._share = share = shape.share(mesh)
         experts, size = (part.stop - part.start for part in (share.experts, share.size))
         rank, hidden = owner.max_rank, shape.hidden_size
@@ -41,8 +43,11 @@ class LoRAExperts:
         """In the checkpoint, and in transformers, which peft names them by."""
         return {self._name, self._name.replace(".block_sparse_moe.", ".mlp.")}
 
-    def bind(self, tensors: Sequence[torch.Tensor]) -> None:
+    def bind(self, _: int, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
+
+    def kind(self, _: Sequence[torch.Tensor]) -> int:
+        return 0  # which nothing here asks for
 
     def places(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[str, Place]]:
         """One for each expert and product."""
@@ -66,25 +71,27 @@ class LoRAExperts:
 
     @property
     def is_used(self) -> bool:
-        return self._rows.row_slots is not None
+        return self._rows.rows is not None
 
     @property
     def slots_among_engines(self) -> list[torch.Tensor]:
         """The slots of the rows of the pass that runs, int32 [T, 1], as all engines count them;
         none where it has no adapters."""
-        slots = self._rows.row_slots
-        if slots is None:
+        if self._rows.rows is None:
             return []
+        slots = self._rows.rows.slots.int()
         return [torch.where(slots == NO_ADAPTER, slots, slots + self._rows.first_slot)[:, None]]
 
     def select(self, slots: list[torch.Tensor]) -> None:
         """The same of the rows of all engines, which are computed here."""
-        self._owner.select(slots[0].flatten() if slots else None)
+        self._among_engines = slots[0].flatten() if slots else None
 
     def row_slots(self, tokens: torch.Tensor) -> torch.Tensor:
         """The adapter slots of rows that belong to these tokens: [rows]."""
-        assert self._owner.row_slots is not None
-        return self._owner.row_slots[tokens]
+        if self._among_engines is not None:
+            return self._among_engines[tokens]
+        assert self._rows.rows is not None
+        return self._rows.rows.slots[tokens]
 
     def add_gate_up(
         self, product: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor

@@ -127,9 +127,25 @@ class Ops(FusedProducts, Protocol):
         ...
 
 
+class Delta(Protocol):
+    """The adapters' part of a product."""
+
+    def add(self, product: torch.Tensor) -> torch.Tensor:
+        """In place."""
+        ...
+
+    def add_swiglu(self, product: torch.Tensor) -> torch.Tensor:
+        """`Ops.swiglu` of the product with the adapters' part, which may be one kernel."""
+        ...
+
+
 class Epilogue(Protocol[Out_co]):
     def apply(self, ops: Ops, product: torch.Tensor) -> Out_co:
         """`product` [T, features] may be overwritten."""
+        ...
+
+    def apply_adapted(self, ops: Ops, product: torch.Tensor, delta: Delta) -> Out_co:
+        """The same of the product with what adapters add to it."""
         ...
 
     def fused(
@@ -149,6 +165,11 @@ class SwiGLU:
     def apply(self, ops: Ops, product: torch.Tensor) -> torch.Tensor:
         return ops.swiglu(product, self.activation)
 
+    def apply_adapted(self, ops: Ops, product: torch.Tensor, delta: Delta) -> torch.Tensor:
+        if self.activation == SILU:
+            return delta.add_swiglu(product)
+        return self.apply(ops, delta.add(product))
+
     def fused(
         self, ops: FusedProducts, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor | None:
@@ -166,6 +187,9 @@ class SwiGLUInBytes:
 
     def apply(self, ops: Ops, product: torch.Tensor) -> Normed:
         return ops.swiglu_in_bytes(product, self.swiglu.activation, self.in_bytes)
+
+    def apply_adapted(self, ops: Ops, product: torch.Tensor, delta: Delta) -> Normed:
+        return self.apply(ops, delta.add(product))
 
     def fused(
         self, ops: FusedProducts, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
@@ -203,6 +227,9 @@ class AddRMSNorm:
         if self.norm is None:
             return Normed(self.residual.add_(product))
         return ops.add_rms_norm(product, self.residual, self.norm)
+
+    def apply_adapted(self, ops: Ops, product: torch.Tensor, delta: Delta) -> Normed:
+        return self.apply(ops, delta.add(product))
 
     def fused(
         self, ops: FusedProducts, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None

@@ -12,7 +12,7 @@ from asyncllm.models.layers.experts_method import ExpertsShape
 from asyncllm.models.layers.linear_method import Weights, put
 from asyncllm.models.layers.ops import ExpertWeights, Normed, Routed
 from asyncllm.models.layers.torch_ops import grouped_experts, swiglu
-from asyncllm.models.quantization.cpu_kernel import CpuKernel
+from asyncllm.models.quantization.cpu_kernel import CpuQuantKernel
 from asyncllm.models.quantization.scheme import Scheme, dequantize
 
 PRODUCTS = ("gate_up", "down")
@@ -22,7 +22,7 @@ class CpuExperts:
     columns_multiple = 1
 
     def __init__(self) -> None:
-        self._kernel = CpuKernel()
+        self._kernel = CpuQuantKernel()
 
     def prepare(self, scheme: Scheme, shape: ExpertsShape, weights: Weights) -> None:
         for product in PRODUCTS:

@@ -27,7 +27,7 @@ INT4_ROWS = 16  # it needs a multiple of this many rows
 HALF_SCALE = 256.0  # from the difference of the exponents' biases
 
 
-class CpuKernel:
+class CpuQuantKernel:
     def prepare(self, scheme: Scheme, weights: Weights) -> None:
         rows, is_half = len(weights["weight"]), weights["scale"].dtype.itemsize == 2
         takes = scheme.group in INT4_GROUPS and rows % INT4_ROWS == 0 and is_half

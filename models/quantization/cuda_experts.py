@@ -8,20 +8,20 @@ import torch
 
 from asyncllm.kernels.experts.kernel import WIDTH_MULTIPLE, experts_of
 from asyncllm.kernels.quant_gemm.matrix import Quantized
-from asyncllm.kernels.quant_gemm.product import CHUNK
+from asyncllm.kernels.quant_gemm.words import CHUNK
 from asyncllm.models.layers.experts_method import ExpertsShape
 from asyncllm.models.layers.linear_method import Weights
 from asyncllm.models.layers.ops import Normed, Routed
 from asyncllm.models.layers.torch_ops import grouped_experts
 from asyncllm.models.quantization.cpu_experts import PRODUCTS, dequantized
-from asyncllm.models.quantization.cuda_kernel import CudaKernel, takes_groups
+from asyncllm.models.quantization.cuda_kernel import CudaQuantKernel, takes_groups
 from asyncllm.models.quantization.scheme import Scheme
 
 
 class CudaExperts:
     columns_multiple = CHUNK
 
-    def __init__(self, kernel: CudaKernel) -> None:
+    def __init__(self, kernel: CudaQuantKernel) -> None:
         self._kernel = kernel
 
     def prepare(self, scheme: Scheme, shape: ExpertsShape, weights: Weights) -> None:

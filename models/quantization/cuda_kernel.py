@@ -23,10 +23,9 @@ from asyncllm.kernels.quant_gemm.matrix import (
     Quantized,
     dequantize,
     quantize_rows,
-    to_words,
 )
-from asyncllm.kernels.quant_gemm.product import CHUNK
 from asyncllm.kernels.quant_gemm.skinny_gemm import skinny_gemm
+from asyncllm.kernels.quant_gemm.words import CHUNK, TILE_ROWS, num_words, to_words
 from asyncllm.models.layers.linear_method import Weights, put
 from asyncllm.models.layers.ops import Epilogue, FusedProducts, Norm, Normed, Ops, Out
 from asyncllm.models.quantization.scheme import CODE_VALUES, FP8_MAX, Scheme, unpack
@@ -38,7 +37,7 @@ FP8_ALIGNMENT = 16  # of both dimensions of a matrix, for cuBLAS's FP8 and int8 
 LEAST_GROUP = 16  # columns that a tensor core instruction takes
 
 
-class CudaKernel:
+class CudaQuantKernel:
     """dtype: the model's, in 16 bits."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, ops: Ops | None = None) -> None:
@@ -51,17 +50,16 @@ class CudaKernel:
     def prepare(self, scheme: Scheme, weights: Weights) -> None:
         weight = weights["weight"]
         if scheme.bits == 4 and takes_groups(scheme):
-            columns = weight.shape[1] * 2
-            if columns % CHUNK == 0:
+            rows, columns = len(weight), weight.shape[1] * 2
+            if rows % TILE_ROWS == 0 and columns % CHUNK == 0:
                 words = weight.view(torch.int32)
             else:  # `weight` is kept, as a reload writes it again
-                shape = len(weight), -(-columns // CHUNK) * CHUNK // 8
+                shape = num_words(rows, columns)
                 words = put(weights, "words", weight.new_zeros(shape, dtype=torch.int32))
-            for rows, target in zip(
+            for part, target in zip(
                 weight.split(PREPARED_ROWS), words.split(PREPARED_ROWS), strict=True
             ):
-                codes = F.pad(unpack(rows), (0, -columns % CHUNK))
-                target.copy_(to_words(codes))
+                target.copy_(to_words(unpack(part)))
         if scheme.activations == "static":  # merged parts have different scales: take the largest
             weights["input_scale"].fill_(weights["input_scale"].max())
 
@@ -69,7 +67,8 @@ class CudaKernel:
         weight, group = weights["weight"], scheme.group
         columns = weight.shape[1] * 8 // scheme.bits
         if scheme.bits == 4:
-            weight = weights["words"] if "words" in weights else weight.view(torch.int32)
+            words = weights.get("words")
+            weight = weight.view(torch.int32) if words is None else words[: len(weight)]
         if scheme.has_offset and group is None:
             group = -(-columns // CHUNK) * CHUNK
         scale = weights["scale"]

@@ -77,7 +77,7 @@ class Reader:
     stacked: Callable[[Load], Iterator[Source]] | None = None
 
 
-class Kernel(Protocol):
+class QuantKernel(Protocol):
     """Products with quantised weights on one device."""
 
     def prepare(self, scheme: Scheme, weights: Weights) -> None:
@@ -104,7 +104,7 @@ class QuantizedLinearMethod:
     """dtype: the model's, of scales, offsets and biases in memory."""
 
     reader: Reader
-    kernel: Kernel
+    kernel: QuantKernel
     dtype: torch.dtype
     device: torch.device
 

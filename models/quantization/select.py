@@ -19,7 +19,7 @@ from asyncllm.models.loader import DTYPES
 from asyncllm.models.quantization.bitsandbytes_files import bitsandbytes
 from asyncllm.models.quantization.compressed_files import compressed_tensors
 from asyncllm.models.quantization.cpu_experts import CpuExperts
-from asyncllm.models.quantization.cpu_kernel import CpuKernel
+from asyncllm.models.quantization.cpu_kernel import CpuQuantKernel
 from asyncllm.models.quantization.experts import (
     ExpertsKernel,
     FamilyLoads,
@@ -27,7 +27,7 @@ from asyncllm.models.quantization.experts import (
 )
 from asyncllm.models.quantization.file_config import Keys, quantization_keys
 from asyncllm.models.quantization.fp8_files import ReaderOf, fp8, modelopt
-from asyncllm.models.quantization.method import Kernel, QuantizedLinearMethod, Reader
+from asyncllm.models.quantization.method import QuantizedLinearMethod, QuantKernel, Reader
 from asyncllm.models.quantization.mxfp4_files import mxfp4
 from asyncllm.models.quantization.online import online
 from asyncllm.models.quantization.packed_files import auto_round, awq, gptq
@@ -112,15 +112,15 @@ def is_quantized(config: ModelConfig) -> bool:
 
 def select_kernels(
     device: torch.device, dtype: torch.dtype, ops: Ops
-) -> tuple[Kernel, ExpertsKernel]:
+) -> tuple[QuantKernel, ExpertsKernel]:
     """Our kernels on CUDA in 16 bits, else torch."""
     if device.type != "cuda" or dtype == torch.float32:
-        return CpuKernel(), CpuExperts()
+        return CpuQuantKernel(), CpuExperts()
     # Slow to import: Triton.
     from asyncllm.models.quantization.cuda_experts import CudaExperts
-    from asyncllm.models.quantization.cuda_kernel import CudaKernel
+    from asyncllm.models.quantization.cuda_kernel import CudaQuantKernel
 
-    kernel = CudaKernel(device, dtype, ops)
+    kernel = CudaQuantKernel(device, dtype, ops)
     return kernel, CudaExperts(kernel)
 
 
