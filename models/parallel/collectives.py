@@ -87,11 +87,13 @@ class CollectiveMesh:
         if config.pp > 1:
             of_stage = _c10d.PrefixStore(f"stage {config.stage}", store)
             self._stage = make(of_stage, config.place, config.tp, host)
-        self._even = self._odd = self._all  # by which stages of even and odd numbers send
+        self._even: Any = self._all  # by which stages of even numbers send
+        self._odd: Any = self._all
         if config.pp > 1 and device.type == "cuda":
             odd = _c10d.PrefixStore("odd stages", store)
             self._odd = make(odd, config.rank, config.size, host)
-        self._everyone, self._engines = self._all, self._all
+        self._everyone: Any = self._all
+        self._engines: Any = self._all
         if config.dp > 1:
             everyone, peers = (
                 _c10d.PrefixStore(name, engines) for name in ("everyone", f"rank {config.rank}")
