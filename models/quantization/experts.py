@@ -25,7 +25,7 @@ from asyncllm.models.layers.experts_method import ExpertsShape, ExpertsShare
 from asyncllm.models.layers.linear_method import Weights
 from asyncllm.models.layers.ops import ExpertAdapters, ExpertWeights, Normed, Routed
 from asyncllm.models.layers.torch_ops import grouped_experts
-from asyncllm.models.quantization.cpu_experts import PRODUCTS, dequantized
+from asyncllm.models.quantization.cpu_experts import PRODUCTS
 from asyncllm.models.quantization.method import (
     Reader,
     Source,
@@ -54,6 +54,12 @@ class ExpertsKernel(Protocol):
         self, scheme: Scheme, shape: ExpertsShape, weights: Weights, x: Normed, routed: Routed
     ) -> torch.Tensor:
         """As `Ops.experts`."""
+        ...
+
+    def dequantized(
+        self, scheme: Scheme, shape: ExpertsShape, weights: Weights, dtype: torch.dtype
+    ) -> ExpertWeights:
+        """All experts in the model's dtype, of weights that are prepared."""
         ...
 
 
@@ -289,6 +295,6 @@ class QuantizedExpertsMethod:
         adapters: ExpertAdapters | None,
     ) -> torch.Tensor:
         if adapters is not None:  # which come between the products
-            all_experts = dequantized(self.scheme, shape, weights, x.values.dtype)
+            all_experts = self.kernel.dequantized(self.scheme, shape, weights, x.values.dtype)
             return grouped_experts(x.whole(), all_experts, routed, adapters)
         return self.kernel.apply(self.scheme, shape, weights, x, routed)
