@@ -112,27 +112,28 @@ def _no_collection() -> Iterator[None]:
 
 
 class _CudaArray:
-    """CUDA's array interface to a tensor's memory, as bytes, since that knows no bfloat16: torch
-    makes a tensor of it that does not own its memory."""
+    """CUDA's array interface to a tensor's memory, from its first number to its last, as bytes,
+    since that knows no bfloat16: torch makes a tensor of it that does not own its memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        num_bytes = (last + 1) * tensor.itemsize if tensor.numel() else 0
         self.__cuda_array_interface__ = {
             "version": 3,
-            "shape": (tensor.nbytes,),
+            "shape": (num_bytes,),
             "typestr": "|u1",
             "data": (tensor.data_ptr(), False),
         }
 
 
 def weak_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same contiguous memory without owning it; off CUDA `tensor` itself.
+    """The same memory without owning it; off CUDA `tensor` itself.
 
     A graph's outputs are read where every replay writes them, while the pool may give their memory
     to graphs that are captured later. The graph keeps the pool, and the pool the memory.
     """
     if not tensor.is_cuda:
         return tensor
-    assert tensor.is_contiguous()
     memory = torch.as_tensor(_CudaArray(tensor), device=tensor.device)
     assert memory.data_ptr() == tensor.data_ptr(), "torch has copied it"
-    return memory.view(tensor.dtype).view(tensor.shape)
+    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())

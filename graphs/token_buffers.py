@@ -79,9 +79,9 @@ def forward(
     return model.forward(inputs, StepMixer(attend, recur))
 
 
-# (tokens, attention to be called with each layer after its write, whether tokens have adapters):
-# leaves the hidden states where captured steps have them
-Forward = Callable[[TokenBuffers, AttendRows, bool], object]
+# (tokens, attention to be called with each layer after its write, whether tokens have adapters,
+# recurrences): leaves the hidden states where captured steps have them
+Forward = Callable[[TokenBuffers, AttendRows, bool, Recur], object]
 # (tokens, the decodes' positions int32 [decodes], prefills) -> attention over rows and pages that
 # the host knows
 BindAttention = Callable[[TokenBuffers, np.ndarray, PrefillRows], AttendRows]

@@ -90,7 +90,7 @@ class StepCaptures:
         """Capture steps with prefills: forward passes by their tokens, samples by their rows."""
         config, runner = self._config, self._runner
         sizes, most_rows = config.prefill_graph_sizes, config.cuda_graph_sizes[-1]
-        if not sizes or runner.mixed.states is not None:  # whose rows the host gives
+        if not sizes:
             return
         device, dtype = runner.inputs.token_ids.device, runner.mixed.dtype
         # What the head takes: a model may have another size between its layers.

@@ -231,16 +231,6 @@ def recur(inputs: Recurrence, states: torch.Tensor, rows: Rows, out: torch.Tenso
             _launch_delta_rule(inputs, states, rows, out)
 
 
-def new_output(inputs: Recurrence) -> torch.Tensor:
-    match inputs:
-        case Convolution(x):
-            return torch.empty_like(x, memory_format=torch.contiguous_format)
-        case SelectiveScan(x):
-            return torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        case DeltaRule(v=v):
-            return torch.empty_like(v, memory_format=torch.contiguous_format)
-
-
 def _launch_scan(
     inputs: SelectiveScan, states: torch.Tensor, rows: Rows, out: torch.Tensor
 ) -> None:
