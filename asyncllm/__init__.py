@@ -1,7 +1,7 @@
 """asyncllm: an LLM inference engine and OpenAI-compatible server in one asyncio process.
 
-The public names are imported on first use, so that `import asyncllm` costs nothing and the parts
-without torch (scheduler, block manager) can be used without it.
+Public names are imported on first use, so `import asyncllm` costs nothing, and the parts without
+torch (scheduler, block manager) can be used without it.
 """
 
 from importlib import import_module
@@ -37,38 +37,26 @@ if TYPE_CHECKING:
 
 __version__ = version("asyncllm")
 
-_HOMES = {
-    "LLM": "engine.llm",
-    "AsyncLLMEngine": "engine.async_engine",
-    "BeamSearchOutput": "outputs",
-    "BeamSearchParams": "sampling_params",
-    "BeamSearchSequence": "outputs",
-    "CompletionOutput": "outputs",
-    "ContextLengthError": "errors",
-    "EngineArgs": "config",
-    "EngineDeadError": "errors",
-    "InvalidRequestError": "errors",
-    "LoRALoadError": "errors",
-    "LoRARequest": "lora",
-    "Logprob": "outputs",
-    "LogitsProcessor": "worker.logits_processors",
-    "ModelLoadError": "errors",
-    "ProcessorRow": "worker.logits_processors",
-    "QueueFullError": "errors",
-    "ReasoningMarkers": "structured_outputs",
-    "RepetitionDetectionParams": "sampling_params",
-    "RequestFailedError": "errors",
-    "RequestMetrics": "outputs",
-    "RequestOutput": "outputs",
-    "RequestOutputKind": "sampling_params",
-    "SamplingParams": "sampling_params",
-    "StructuredOutputsParams": "structured_outputs",
+_NAMES = {
+    "config": "EngineArgs",
+    "engine.async_engine": "AsyncLLMEngine",
+    "engine.llm": "LLM",
+    "errors": "ContextLengthError EngineDeadError InvalidRequestError LoRALoadError ModelLoadError "
+    "QueueFullError RequestFailedError",
+    "lora": "LoRARequest",
+    "outputs": "BeamSearchOutput BeamSearchSequence CompletionOutput Logprob RequestMetrics "
+    "RequestOutput",
+    "sampling_params": "BeamSearchParams RepetitionDetectionParams RequestOutputKind "
+    "SamplingParams",
+    "structured_outputs": "ReasoningMarkers StructuredOutputsParams",
+    "worker.logits_processors": "LogitsProcessor ProcessorRow",
 }
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = list(_HOMES)
+__all__ = list(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'asyncllm' has no attribute {name!r}")
-    return getattr(import_module(f"asyncllm.{_HOMES[name]}"), name)
+    return getattr(import_module(f"asyncllm.{_MODULE_OF[name]}"), name)

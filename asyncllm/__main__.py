@@ -1,8 +1,8 @@
 """The `asyncllm` command as a process: `python -m asyncllm`, or the installed script.
 
-Behind `main` nothing is open any more, but Python would take apart all that torch and transformers
-made, object by object: 0.85 s of CPU for which whoever waits for the process waits too. So it ends
-at the end of its exit handlers, which run as usual, after the last thread.
+After `main` nothing is open any more, but Python would spend 0.85 s of CPU on deleting the objects
+of torch and transformers. So the process exits right after its exit handlers, which run as usual,
+after the last thread has ended.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from asyncllm.cli import main
 
 
 def run() -> int:
-    """Run `main`: what it raises, `SystemExit` too, ends the process as usual."""
+    """Run `main`. Exceptions, including `SystemExit`, end the process as usual."""
     codes: list[int] = []
-    atexit.register(_leave, codes)  # handlers run in reverse order: this one after all later ones
+    atexit.register(_leave, codes)  # handlers run in reverse order, so this one is the last
     codes.append(main())
     return codes[0]
 
@@ -26,7 +26,7 @@ def run() -> int:
 def _leave(codes: list[int]) -> None:
     if not codes:
         return
-    logging.shutdown()  # registered earlier, when it was imported
+    logging.shutdown()  # its own handler was registered earlier, so it would not run
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(codes[0])

@@ -1,8 +1,8 @@
-"""A process of ours beside this one, which has a socket and no life of its own.
+"""Starts child processes that talk to this one over a socket, and end with it.
 
-It ends with the thread that started it (PR_SET_PDEATHSIG), also where that is killed while the
-process cannot run Python. Signals are its parent's: Ctrl-C reaches all processes of a terminal,
-SIGTERM all of a service, and the parent drains first.
+A child is killed when the thread that started it ends (PR_SET_PDEATHSIG), even if the parent is
+killed. It ignores SIGINT and SIGTERM: Ctrl-C reaches all processes of a terminal and SIGTERM all of
+a service, but the parent drains first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STDERR = 2
 def start_child(
     module: str, environment: Mapping[str, str], theirs: socket.socket
 ) -> subprocess.Popen[bytes]:
-    """Run a module that begins with `given_socket`. Raises `OSError`."""
+    """Start a child that runs `module`, which must call `given_socket`. Raises `OSError`."""
     return subprocess.Popen(
         [sys.executable, "-m", module, str(os.getpid()), str(theirs.fileno())],
         stdin=subprocess.DEVNULL,
@@ -34,7 +34,7 @@ def start_child(
 
 
 def given_socket() -> socket.socket:
-    """In the child. sys.argv: the parent's process id, the socket's file descriptor."""
+    """The child's socket. sys.argv: the parent's process id, the socket's file descriptor."""
     end_with(int(sys.argv[1]))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -42,7 +42,7 @@ def given_socket() -> socket.socket:
 
 
 def end_with(parent: int) -> None:
-    """By SIGKILL, when the thread that started this process ends."""
+    """Have this process killed when the thread that started it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended already
+    if os.getppid() != parent:  # the parent has ended already
         os._exit(0)

@@ -1,4 +1,4 @@
-"""The `asyncllm` command. What fails at start is one line on stderr and exit code 1."""
+"""The `asyncllm` command. An error at start is one line on stderr, with exit code 1."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ from asyncllm.server.observability.logs import set_up_logging
 STARTED = time.perf_counter()
 EXIT_CODE_INTERRUPTED = 130
 COMMANDS: dict[str, Any] = {"bench": bench, "kernels": kernels, "doctor": doctor}
-STARTING = {"serve", "run-batch"}  # one engine in this process, at once
-# Of a running server, or of the hub: no engine and none of its flags.
+STARTING = {"serve", "run-batch"}  # commands that start an engine in this process at once
+# Commands for a running server, or for the hub: without an engine and its flags.
 PLAIN: dict[str, Any] = {
     "chat": chat, "complete": complete, "pull": pull, "models": models, "worker": worker,
 }  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    # Threads of a CPU's products that wait spinning take the cores from those that they wait for:
-    # on a machine that has other work too, a token then takes 10 to 20 times as long. OpenMP reads
-    # it when torch is imported.
+    # OpenMP threads that spin while they wait take cores from the threads that they wait for: on a
+    # machine with other work, a token takes 10 to 20 times as long. OpenMP reads this when torch is
+    # imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     parser, flags = _parsers()
     given = vars(parser.parse_args(normalise(sys.argv[1:] if argv is None else argv)))
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     if command in STARTING:
-        # Where engines have processes of their own this one needs no device.
+        # With an engine per process this process needs no device.
         is_one = engine_args.data_parallel_size == 1
         begin_fast_start(engine_args.device if is_one else "cpu")
     if command == "serve":
@@ -87,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def merge(flags: argparse.ArgumentParser, given: dict[str, Any]) -> tuple[EngineArgs, ServerArgs]:
-    """Defaults, under the config file, under the command line. Raises `ValueError`."""
+    """The arguments: the command line overrides the config file, which overrides defaults. Raises
+    `ValueError`."""
     config, positional = given.pop("config"), given.pop("model_tag")
     if positional is not None and given.setdefault("model", positional) != positional:
         raise ValueError(f"two models: {positional} and --model {given['model']}")
@@ -100,7 +101,7 @@ def merge(flags: argparse.ArgumentParser, given: dict[str, Any]) -> tuple[Engine
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """The command line's parser, and one of the flags alone, for config files."""
+    """The parser of the command line, and one of the flags alone, for config files."""
     flags = FlagParser(prog="asyncllm serve", add_help=False)
     add_flags(flags, EngineArgs)
     add_flags(flags, ServerArgs)
@@ -133,7 +134,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "model_tag",
         nargs="?",
         metavar="MODEL",
-        help="folder, ORG/NAME[@REVISION] on the hub, or built-in name",
+        help="folder, GGUF file, ORG/NAME[@REVISION] on the hub, or built-in name",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML of flags; the command line wins")
 
@@ -155,7 +156,7 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs) -> int:
         with closing(Listener.bind(server_args)) as listener:
             _run(engine_args, server_args, listener)
     except KeyboardInterrupt:  # while loading
-        os._exit(EXIT_CODE_INTERRUPTED)  # a usual exit would wait for the thread that loads
+        os._exit(EXIT_CODE_INTERRUPTED)  # a normal exit would wait for the loading thread
     return 0
 
 
@@ -167,10 +168,9 @@ def _error_text(error: Exception) -> str:
 
 def _set_up_logging(level: str, log_format: str = "text") -> None:
     set_up_logging(level, log_format)
-    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
-    logging.getLogger("httpx2").setLevel(logging.WARNING)  # else a line for each request of it
-    # Handlers' errors are logged by our middleware; what is left to aiohttp's own log is a
-    # traceback for each thing that is no HTTP.
+    logging.getLogger("huggingface_hub").propagate = False  # it has its own handler
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # else it logs each request
+    # Our middleware logs errors of handlers. aiohttp would only log tracebacks of invalid HTTP.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
 
 

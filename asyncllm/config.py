@@ -1,8 +1,8 @@
-"""`EngineArgs`, which a user types as flags or keywords, and `EngineConfig`, which an engine obeys.
+"""`EngineArgs`, the flags and keywords of users, and `EngineConfig`, the resolved configuration.
 
-Fields of `EngineArgs` are the command-line flags with underscores, under vLLM's names where they
-mean the same. `create_engine_config()` validates once, in one place, and resolves what "auto" and
-None stand for. Sizes that need the device (pages, context that fits) are settled by the worker.
+Fields of `EngineArgs` are the command-line flags with underscores, with vLLM's names where they
+mean the same. `create_engine_config()` validates them, once, and resolves "auto" and None. The
+worker determines sizes that depend on the device (pages, the context that fits).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DURATION = {"above": 0, "below": math.inf}
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """One engine's settings, validated. Byte sizes are bytes, lengths are tokens."""
+    """The validated settings of an engine. Sizes are in bytes, lengths in tokens."""
 
     model: ModelConfig
     tokenizer_path: Path | None  # None: prompts and outputs are token ids
@@ -54,9 +54,9 @@ class EngineConfig:
     dtype: Literal["float32", "bfloat16", "float16"]
     load_format: LoadFormat
     seed: int
-    max_model_len: int | None  # None: as much as the model and the KV cache allow
+    max_model_len: int | None  # None: the most that the model and the KV cache allow
     block_size: int
-    kv_cache_dtype: str  # torch's name of it
+    kv_cache_dtype: str  # torch's name
     calculate_kv_scales: bool
     num_gpu_blocks_override: int | None
     kv_cache_memory_bytes: int | None
@@ -65,7 +65,7 @@ class EngineConfig:
     enable_prefix_caching: bool
     max_num_seqs: int
     max_num_batched_tokens: int
-    chunked_prefill_size: int | None  # None: what the worker measures
+    chunked_prefill_size: int | None  # None: measured by the worker
     scheduling_policy: SchedulingPolicy
     preemption_mode: PreemptionMode
     async_scheduling: bool
@@ -88,7 +88,7 @@ class EngineConfig:
     max_queued_tokens: int
     max_queue_seconds: float
     watchdog_timeout: float
-    mesh: MeshConfig  # rank 0's; what runs the other ranks says which each of them is
+    mesh: MeshConfig  # of rank 0; other ranks get theirs when they are started
     cluster: ClusterConfig
     distributed_timeout_seconds: float
     data_parallel_size: int
@@ -97,7 +97,7 @@ class EngineConfig:
 
     @cached_property
     def num_slots(self) -> int:
-        """Rows of the device state: one per running sequence and the padding slot 0."""
+        """Rows of the device state: one per running sequence, and the padding slot 0."""
         return self.max_num_seqs + 1
 
 
@@ -105,7 +105,7 @@ class EngineConfig:
 class EngineArgs:
     """The engine's flags."""
 
-    model: str = flag("tiny", "folder, ORG/NAME[@REVISION] on the hub, or the built-in 'tiny'")
+    model: str = flag("tiny", "folder, GGUF file, ORG/NAME[@REVISION] on the hub, or built-in name")
     tokenizer: str | None = flag(None, "folder or ORG/NAME[@REVISION], default: the model's")
     revision: str | None = flag(None, "the model's branch, tag or commit on the hub, default: main")
     download_dir: str | None = flag(None, "where models of the hub are kept, default: its cache")
@@ -122,7 +122,7 @@ class EngineArgs:
     )
     seed: int = flag(0, "for requests without a seed of their own")
     max_model_len: int | None = flag(
-        None, "context window in tokens, default: what model and KV allow", least=1
+        None, "context window in tokens, default: what model and KV allow", least=2
     )
     block_size: int = flag(16, "tokens per KV page", least=1)
     kv_cache_dtype: KVCacheDType = flag(
@@ -226,7 +226,8 @@ class EngineArgs:
     )
 
     def create_engine_config(self) -> EngineConfig:
-        """Validate and resolve. Raises `ValueError` naming the flag, or `ModelLoadError`."""
+        """Validate and resolve all flags. Raises `ValueError` naming the flag, or
+        `ModelLoadError`."""
         flag_values.check_fields(self)
         if self.calculate_kv_scales and self.kv_cache_dtype == "auto":
             raise ValueError("calculate_kv_scales is for an fp8 kv_cache_dtype")
@@ -274,11 +275,11 @@ class EngineArgs:
                 self.generation_config, path, self.override_generation_config
             ),
         }
-        rest = {f.name for f in fields(EngineConfig)} - resolved.keys()  # as they were given
+        rest = {f.name for f in fields(EngineConfig)} - resolved.keys()  # used as given
         return EngineConfig(**resolved, **{name: getattr(self, name) for name in rest})
 
     def _model_path(self) -> Path:
-        """May download it."""
+        """The model's folder, which may be downloaded."""
         needs: list[Part] = ["config"]
         if self.load_format != "dummy":
             needs.append("weights")

@@ -1,15 +1,16 @@
-"""The errors that cross the public border, each with what a client needs to act on it.
+"""The public exceptions.
 
-They name the request, the limit and the value. HTTP turns `param`, `code` and `status` into the
-four-key error body; Python callers catch them as the built-in exceptions that they derive from.
+Their messages name the request, the limit and the value. The server turns `param` and `code` into
+OpenAI's error body; Python callers may catch them as the built-in exceptions they derive from.
 """
 
 
 class InvalidRequestError(ValueError):
-    """A request that can never be served as it is: known before anything of it is queued, or, of a
-    grammar that its own text led to where nothing satisfies it, while it runs.
+    """A request that can never be served as it is.
 
-    `param` is the offending field as the client spelt it, `code` a stable machine-readable word.
+    It is raised before the request is queued; only a grammar that has no possible next token raises
+    it while the request runs. `param` is the offending field as the client spelt it, `code` a
+    stable machine-readable word.
     """
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
@@ -38,7 +39,7 @@ class EngineDeadError(RuntimeError):
 
 
 class EngineNotStartedError(EngineDeadError):
-    """The engine takes no work yet: nobody has started it, or its model is being loaded."""
+    """The engine takes no work yet: it was not started, or its model is being loaded."""
 
 
 class ModelLoadError(RuntimeError):
@@ -50,10 +51,11 @@ class LoRALoadError(ValueError):
 
 
 class UnsupportedModelError(ModelLoadError):
-    """A native family would not compute this model exactly; transformers' own code may."""
+    """No native family computes this model exactly; transformers' own code may."""
 
 
 def one_line(error: BaseException) -> str:
-    """Another library's complaint as part of a message of ours: it may have many lines or none."""
+    """The message of another library's exception, which may have many lines or none, in one
+    line."""
     text = " ".join(str(error).split())
     return f"missing key {text}" if isinstance(error, KeyError) else text or type(error).__name__

@@ -1,4 +1,4 @@
-"""Values that the engine's flags may have, and what some of them stand for."""
+"""Checks the values of the engine's flags, and resolves some of them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 MAX_RANKS = 64
 ANY_ADDRESS = {"0.0.0.0", "::", ""}
-# 272 and 528: a few decodes beside half a chunk of prompts, or a chunk, of a large model.
+# 272 and 528: half a chunk, or a chunk, of a large model, plus a few decodes.
 PREFILL_GRAPH_SIZES = tuple(
     sorted({16, *range(32, 257, 32), *range(320, 1089, 64), *range(1152, 2049, 128), 272, 528})
 )
-DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's short ones, as in vLLM
+DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's short names, as in vLLM
 LIMITS = {
     "least": (operator.ge, "at least"),
     "most": (operator.le, "at most"),
@@ -36,12 +36,12 @@ LIMITS = {
 
 
 def flag(default: Any, help: str, **limits: float) -> Any:
-    """A dataclass field with its flag's help text and `LIMITS` of its number."""
+    """A dataclass field with its flag's help text, and `LIMITS` of its value."""
     return field(default=default, metadata={"help": help, "limits": limits})
 
 
 def check_fields(args: DataclassInstance) -> None:
-    """The type and the limits of each. Raises `ValueError` naming the field."""
+    """Check types and limits of all fields. Raises `ValueError` naming the field."""
     hints = get_type_hints(type(args))
     for given in fields(args):
         _check_field(given, hints[given.name], getattr(args, given.name))
@@ -64,7 +64,8 @@ def _check_field(given: Field[Any], hint: Any, value: Any) -> None:
 
 
 def _has_type(value: object, hint: Any) -> bool:
-    """Whether a field takes it. A bool is no number; a path is a text, a tuple is a list."""
+    """Whether a value has a field's type. A bool is not a number; a path counts as a str, a tuple
+    as a list."""
     if get_origin(hint) is UnionType:
         return any(_has_type(value, arm) for arm in get_args(hint))
     if get_origin(hint) is list:
@@ -83,7 +84,7 @@ def resolve_classes(named: Sequence[str | type] | None) -> tuple[type, ...]:
 
 
 def _resolve_class(named: str | type) -> type:
-    """A class, or what "module:Class" names. Raises `ValueError`."""
+    """A class, or the class that "module:Class" names. Raises `ValueError`."""
     if not isinstance(named, str):
         return named
     module, colon, name = named.partition(":")
@@ -101,7 +102,7 @@ def _resolve_class(named: str | type) -> type:
 def resolve_device(name: str) -> Literal["cpu", "cuda"]:
     if name == "cpu":
         return "cpu"
-    import torch  # the one question that only torch can answer
+    import torch  # slow, so only if it is needed
 
     if torch.cuda.is_available():
         return "cuda"
@@ -111,7 +112,7 @@ def resolve_device(name: str) -> Literal["cpu", "cuda"]:
 
 
 def resolve_data_parallel_backend(name: str, size: int, device: str) -> str:
-    """Engines of one process would take turns with one CUDA context, and with the GIL."""
+    """Engines of one process would share a CUDA context and the GIL, so CUDA needs processes."""
     if name == "uni" and device == "cuda" and size > 1:
         raise ValueError("data_parallel_backend uni is for engines on a CPU")
     if name != "auto":
@@ -169,13 +170,13 @@ def resolve_dtype(name: str, model: ModelConfig, device: str) -> str:
 
 
 def kernel_rank(max_lora_rank: int) -> int:
-    """A power of two that kernels' tiles may have."""
+    """The rank rounded up to a power of two that kernels support."""
     return max(16, 1 << (max_lora_rank - 1).bit_length())
 
 
 def decode_sizes(sizes: list[int] | None, max_num_seqs: int, num_stages: int) -> tuple[int, ...]:
-    """Decode batch sizes to capture, ascending; the last one is max_num_seqs, or what of it a step
-    has where stages overlap."""
+    """Decode batch sizes to capture, ascending. By default the largest is max_num_seqs, or with
+    pipeline stages a stage's share of it."""
     if sizes is None:
         most = min(-(-max_num_seqs // num_stages), 512)
         sizes = [1, 2, 4, 8, 12, *range(16, 257, 8), *range(288, 513, 32)]
@@ -186,7 +187,8 @@ def decode_sizes(sizes: list[int] | None, max_num_seqs: int, num_stages: int) ->
 
 
 def prefill_sizes(sizes: list[int] | None, max_tokens: int) -> tuple[int, ...]:
-    """Tokens per step to capture, ascending. Steps of more tokens are long enough to launch."""
+    """Token counts of mixed steps to capture, ascending. Larger steps take long enough to hide
+    their launches."""
     if sizes is None:
         largest = min(max_tokens, PREFILL_GRAPH_SIZES[-1])
         sizes = [size for size in PREFILL_GRAPH_SIZES if size < largest] + [largest]

@@ -1,4 +1,4 @@
-"""A stream of bytes cut into frames: a length before each, and a limit to it."""
+"""Length-prefixed frames of a byte stream."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def frame(body: bytes) -> bytes:
 
 
 class Frames:
-    """The bytes received that are no whole frame yet."""
+    """Buffers received bytes until frames are complete."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def feed(self, received: bytes) -> Iterator[bytes]:
-        """Bodies of the frames that are now complete. Raises `ValueError` for one that is to be
-        over MAX_FRAME_BYTES."""
+        """Bodies of the frames that are complete now. Raises `ValueError` for a frame longer than
+        MAX_FRAME_BYTES."""
         self._bytes += received
         while len(self._bytes) >= LENGTH.size:
             (size,) = LENGTH.unpack_from(self._bytes)

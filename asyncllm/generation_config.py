@@ -1,4 +1,4 @@
-"""A model's `generation_config.json`: the defaults of requests, and how a text ends."""
+"""A model's `generation_config.json`: default sampling parameters, and EOS token ids."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SAMPLING_KEYS = {
 class GenerationDefaults:
     """The contents of a model's `generation_config.json`.
 
-    As in vLLM `do_sample` is ignored (false does not mean greedy), `max_new_tokens` is the default
-    of max_tokens, and the ids that end a text count even where the sampling values are not wanted.
+    As in vLLM, `do_sample` is ignored (false does not mean greedy), `max_new_tokens` is the default
+    of max_tokens, and EOS token ids are used even if the sampling defaults are not.
     """
 
     sampling: dict[str, Any] = field(default_factory=dict)  # fields of `SamplingParams`
@@ -40,9 +40,10 @@ class GenerationDefaults:
 def read_generation_defaults(
     wanted: str, model: Path, override: dict[str, Any] | None = None
 ) -> GenerationDefaults:
-    """wanted: 'auto', 'vllm' or a folder; model: its folder; override: of SAMPLING_KEYS.
+    """wanted: 'auto', 'vllm' or a folder. model: the model's folder. override: values of
+    SAMPLING_KEYS.
 
-    Raises `ModelLoadError`, and `ValueError` for what cannot be overridden.
+    Raises `ModelLoadError`, or `ValueError` for an invalid override.
     """
     is_folder = wanted not in ("auto", "vllm")
     file = (Path(wanted).expanduser() if is_folder else model) / GENERATION_FILE

@@ -1,11 +1,11 @@
-"""GGUF files: their header, read with distrust, and a folder made of one as the engine reads it.
+"""GGUF files: a parser of their header, and their conversion to a model folder.
 
-The folder holds config.json and the tokenizer, which transformers makes of the file's metadata, and
-a link to the file, for its weights (models/gguf_checkpoint.py). It is kept in the user's cache, by
+The folder has config.json and the tokenizer, which transformers makes from the file's metadata, and
+a link to the file for its weights (models/gguf_checkpoint.py). It is kept in the user's cache, by
 the file's path, size and time.
 
-No count, length or offset of the header is believed: each is compared with the file's size before
-anything is allocated or read by it.
+The header is not trusted: each count, length and offset is compared with the file's size before it
+is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 from asyncllm.errors import ModelLoadError, one_line
 
 SUFFIX = ".gguf"
-LINK = f"model{SUFFIX}"  # to the file, in the folder
+LINK = f"model{SUFFIX}"  # the link to the file in the folder
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -37,7 +37,7 @@ ALIGNMENT = 32
 MAX_DIMS = 4
 MAX_KEY_BYTES = 1 << 16
 STRING, ARRAY = 8, 9
-FLOAT32 = 0  # ggml's number of it
+FLOAT32 = 0  # ggml's type number
 ROPE_DIVISORS = "rope_freqs.weight"
 LLAMA3_FACTORS = (8.0, 32.0)  # 3.1 and 3.3, 3.2
 LLAMA3 = {
@@ -55,19 +55,19 @@ LEAST_BYTES_OF_TENSOR = 24
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """shape: as torch has it, the last dimension contiguous. start: byte in the file."""
+    """shape: in torch's order, the last dimension contiguous. start: byte offset in the file."""
 
     shape: tuple[int, ...]
-    type: int  # ggml's number of it
+    type: int  # ggml's type number
     start: int
 
 
 class GGUFHeader:
-    """Metadata and tensors of a file. Raises `ModelLoadError` for what cannot be."""
+    """Metadata and tensors of a file. Raises `ModelLoadError` for an invalid header."""
 
     @property
     def architecture(self) -> str:
-        """Raises `ModelLoadError` for one that is not served."""
+        """Raises `ModelLoadError` for an unsupported architecture."""
         name = self.metadata.get("general.architecture")
         if not isinstance(name, str) or name not in ARCHITECTURES:
             raise ModelLoadError(
@@ -156,7 +156,7 @@ class GGUFHeader:
 
 
 def unpack_gguf(file: Path) -> Path:
-    """The folder of a GGUF file, absolute. Raises `ModelLoadError`."""
+    """The model folder of a GGUF file, absolute. Raises `ModelLoadError`."""
     file = file.resolve()
     _ = GGUFHeader(file).architecture  # before a library reads it
     if importlib.util.find_spec("gguf") is None:
@@ -172,8 +172,8 @@ def unpack_gguf(file: Path) -> Path:
     try:
         _fill(made, file)
         made.rename(folder)
-    except Exception as error:  # the library's have no common base
-        if not folder.is_dir():  # else another start was quicker
+    except Exception as error:  # the library's errors have no common base
+        if not folder.is_dir():  # else another process has made it
             raise ModelLoadError(f"{file}: {one_line(error)}") from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
@@ -181,7 +181,7 @@ def unpack_gguf(file: Path) -> Path:
 
 
 def _fill(folder: Path, file: Path) -> None:
-    # Seconds that other models should not cost.
+    # A slow import.
     from transformers import AutoConfig, AutoTokenizer
 
     options: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
@@ -199,8 +199,8 @@ def _fill(folder: Path, file: Path) -> None:
 
 
 def _llama3_scaling(file: Path, stored: GGUFTensor, content: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of Llama 3.1's or 3.2's frequencies, of which the file has the divisors of the
-    plain ones. Raises `ModelLoadError` for divisors of others."""
+    """The RoPE parameters of Llama 3.1 or 3.2. The file only has the divisors of the frequencies.
+    Raises `ModelLoadError` for unknown divisors."""
     head_dim = content.get("head_dim") or content["hidden_size"] // content["num_attention_heads"]
     theta = content["rope_parameters"]["rope_theta"]
     with file.open("rb") as opened:
@@ -220,7 +220,7 @@ def _llama3_scaling(file: Path, stored: GGUFTensor, content: dict[str, Any]) -> 
 
 
 def _llama3_divisor(exponent: float, theta: float, factor: float) -> float:
-    """Short waves stay, long ones are stretched by `factor`, between them it goes smoothly."""
+    """1 for short wavelengths, `factor` for long ones, with a smooth transition."""
     turns = LLAMA3["original_max_position_embeddings"] / (2 * math.pi * theta**exponent)
     low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
     smooth = min(1.0, max(0.0, (turns - low) / (high - low)))

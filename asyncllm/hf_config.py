@@ -1,11 +1,11 @@
-"""A config.json as transformers' configuration object, without importing the family's own class.
+"""Reads config.json into transformers' configuration object, mostly without the family's class.
 
-Those classes bring in torch._dynamo, torch.distributed, scikit-learn and more: seconds of a start.
-The dense families' files usually name every key that this engine reads, and then the library's
-base class, with the fields declared here, gives the same values (a test compares them for every
-family). Whatever is unusual, in keys or in values, goes to AutoConfig, which also names what is
-wrong. Importing this module costs a second (torch, transformers). Annotations are not postponed:
-`strict` ignores those that are text.
+These classes import torch._dynamo, torch.distributed, scikit-learn and more, which takes seconds.
+The files of dense families usually have all keys that this engine reads. Then the library's base
+class, with the fields declared here, gives the same values (a test compares them for all families).
+Files with unusual keys or values are read by AutoConfig, which also reports errors. Importing this
+module takes a second (torch, transformers). Annotations are not postponed, because `strict` ignores
+strings.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PretrainedConfig
 
-# Keys without which a family's defaults count: they are the library's to know.
+# Without one of these keys a family's defaults apply, which only the library knows.
 _REQUIRED = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "hidden_act", "eos_token_id",
@@ -31,7 +31,7 @@ _WINDOWED = ("qwen2", "qwen3")
 
 @strict
 class DenseConfig(PretrainedConfig):
-    """The keys of the dense families that the engine reads; `strict` checks types."""
+    """The keys of dense families that the engine reads; `strict` checks their types."""
 
     vocab_size: int = 0
     hidden_size: int = 0
@@ -59,14 +59,14 @@ class DenseConfig(PretrainedConfig):
 def read_hf_config(
     folder: Path, content: dict[str, Any], own_class: bool = False
 ) -> PretrainedConfig:
-    """`content` is the folder's parsed config.json. Raises whatever the library raises.
+    """content: the parsed config.json of the folder. Raises whatever the library raises.
 
-    own_class: the family's, for transformers' own models.
+    own_class: use the family's class, for transformers' own models.
     """
     if not own_class and _is_plain(content):
         try:
             return DenseConfig.from_dict(_completed(content))
-        except Exception:  # of no common base; AutoConfig repeats it in the family's own words
+        except Exception:  # AutoConfig raises it again with the family's message
             pass
     from transformers import AutoConfig
 
@@ -86,7 +86,7 @@ def _is_plain(content: dict[str, Any]) -> bool:
 
 
 def _completed(content: dict[str, Any]) -> dict[str, Any]:
-    """With what the families derive from other keys."""
+    """The content with the values that families derive from other keys."""
     completed = dict(content)
     if completed.get("head_dim") is None:
         completed["head_dim"] = completed["hidden_size"] // completed["num_attention_heads"]

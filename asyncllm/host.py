@@ -1,4 +1,4 @@
-"""The process and its machine: its cores, threads that end, and where it may keep files."""
+"""The process and its machine: cores, memory, cache folder, and short-lived threads."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))  # cg
 
 
 def num_cores() -> int:
-    """Cores that this process may run on, as far as its container pays for them; at least 1.
+    """The cores that this process may use, limited by its container's quota; at least 1.
 
-    Python's own counts know of no container's quota. Threads beyond it only use it up sooner, and
-    then all of the process stands still until the next period. A part of a core counts for nothing.
+    Python's own counts ignore the quota. With more threads the quota is used up sooner, and then
+    the whole process is stopped until the next period. A fraction of a core is ignored.
     """
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
@@ -29,7 +29,7 @@ def num_cores() -> int:
             quota, period = " ".join((CGROUP / file).read_text() for file in files).split()
             if int(quota) > 0:
                 return max(min(cores, int(quota) // int(period)), 1)
-        except (OSError, ValueError):  # no such file; or no quota: "max"
+        except (OSError, ValueError):  # no such file, or no quota ("max")
             continue
     return cores
 
@@ -40,9 +40,9 @@ def memory_bytes() -> int:
 
 
 def cache_folder() -> Path:
-    """Where a start keeps compiled kernels and GEMM choices for the next: $XDG_CACHE_HOME/asyncllm.
+    """The folder for compiled kernels and autotuned GEMMs: $XDG_CACHE_HOME/asyncllm.
 
-    Raises `RuntimeError` where there is no home.
+    Raises `RuntimeError` without a home folder.
     """
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "asyncllm"
@@ -50,7 +50,8 @@ def cache_folder() -> Path:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Yields where to write what `path` then becomes: whole, or not at all where this raises."""
+    """Yields a temporary path to write. At the end it replaces `path` atomically, unless the body
+    raises."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
@@ -59,16 +60,16 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 async def in_own_thread(work: Callable[..., T], *args: Any) -> T:
-    """Call what blocks, off the loop, in a thread that ends with it. Returns or raises as `work`.
+    """Run a blocking function in a thread that ends with it. Returns or raises as `work` does.
 
-    The loop's default executor keeps its threads for ever, and the loop is the application's.
-    Cancelled, the call goes on, and its result is dropped.
+    The loop's default executor is the application's, and keeps its threads. If this is cancelled,
+    `work` continues, and its result is ignored.
     """
     thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm")
     try:
         result = await asyncio.get_running_loop().run_in_executor(thread, work, *args)
     except BaseException:
-        thread.shutdown(wait=False)  # cancelled: the work ends by itself, the loop does not wait
+        thread.shutdown(wait=False)  # if cancelled, the loop does not wait for the work
         raise
-    thread.shutdown()  # at once: its work is done
+    thread.shutdown()  # returns at once, as the work is done
     return result

@@ -5,17 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-# Of the built-in model, by name in place of a folder.
+# An adapter's files, as peft names them.
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+# Adapters of the built-in model, by name instead of a folder.
 BUILTIN_ADAPTERS = {"tiny-pirate": Path(__file__).parent / "assets" / "tiny-pirate"}
 
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """An adapter, under vLLM's name and in its order of fields.
+    """An adapter, with vLLM's name and order of fields.
 
-    `lora_name` is what tells adapters apart; `lora_int_id` is taken for vLLM's sake and means
-    nothing here. `lora_path`: a folder with adapter_config.json and adapter_model.safetensors, or
-    the name of a built-in adapter.
+    `lora_name` identifies an adapter. `lora_int_id` is accepted for compatibility and ignored.
+    `lora_path` is a folder with adapter_config.json and adapter_model.safetensors, or the name of a
+    built-in adapter.
     """
 
     lora_name: str

@@ -1,12 +1,12 @@
-"""A process's place among the ranks that share one model, and its share of each size. No torch.
+"""A rank's place among the ranks that share a model, and its share of each size. No torch.
 
 Ranks are numbered stage by stage: rank = stage * tp + place.
 
-    layers            of each stage its own, in order; the first has the two ends of the model, too
-    heads of q        equal shares of each layer's
-    heads of k and v  equal shares; of fewer heads than places each is had by several ranks
-    feed-forward      equal shares of its inner size; experts likewise, or each rank some experts
-    vocabulary        equal shares, the last filled up with rows that count for nothing
+    layers            each stage has consecutive layers; the first also has embedding and LM head
+    q heads           equal shares
+    KV heads          equal shares; if there are fewer heads than ranks, ranks share them
+    feed-forward      equal shares of the inner size; experts likewise, or whole experts per rank
+    vocabulary        equal shares, the last one padded
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ DistributedBackend = Literal["uni", "mp", "ray"]
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """Who starts the ranks beyond the first, and where they find it: `MeshConfig.size / nnodes`
-    run on rank 0's host, and others join it at `address`; or all others are Ray's."""
+    """Who starts ranks other than 0, and where they join. `MeshConfig.size / nnodes` ranks run on
+    rank 0's host, the others join at `address`; with Ray, it starts all others."""
 
     backend: DistributedBackend = "mp"
     nnodes: int = 1
-    address: str | None = None  # of rank 0's host, for the others; None: loopback, or as Ray has it
+    address: str | None = None  # rank 0's host; None: loopback, or Ray's address
     port: int = 0
     secret_file: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RankStats:
-    """How a rank fares, as rank 0 sees it."""
+    """The state of a rank, as rank 0 knows it."""
 
     rank: int
     is_up: bool = True
-    lag_seconds: float = 0.0  # for which it has not answered, or has kept the others waiting
+    lag_seconds: float = 0.0  # since it last answered, or while other ranks wait for it
 
 
 @dataclass(frozen=True, slots=True)
 class MeshConfig:
-    """tp: ranks that divide every layer. by_expert: they divide experts by number, not by size.
-    pp: stages, which divide the layers."""
+    """tp: ranks that divide each layer. by_expert: ranks have whole experts. pp: pipeline
+    stages."""
 
     tp: int = 1
     rank: int = 0
@@ -60,11 +60,11 @@ class MeshConfig:
 
     @property
     def place(self) -> int:
-        """Among the ranks of its stage."""
+        """The rank within its stage."""
         return self.rank % self.tp
 
     def layers(self, num_layers: int) -> range:
-        """Those of this rank's stage. Raises `ModelLoadError`."""
+        """The layers of this rank's stage. Raises `ModelLoadError`."""
         if self.pp > num_layers:
             raise ModelLoadError(
                 f"pipeline_parallel_size {self.pp} is more than num_hidden_layers {num_layers}"
@@ -73,14 +73,14 @@ class MeshConfig:
         return range(first, end)
 
     def share(self, size: int, name: str) -> slice:
-        """This rank's part of `size` things. Raises `ModelLoadError` with their name."""
+        """This rank's part of `size` items. Raises `ModelLoadError` naming them."""
         if size % self.tp:
             raise ModelLoadError(f"tensor_parallel_size {self.tp} does not divide {name} {size}")
         each = size // self.tp
         return slice(self.place * each, (self.place + 1) * each)
 
     def kv_share(self, num_heads: int) -> slice:
-        """The same of the heads of k and v."""
+        """This rank's KV heads. Raises `ModelLoadError`."""
         if num_heads >= self.tp:
             return self.share(num_heads, "num_key_value_heads")
         if self.tp % num_heads:
@@ -91,6 +91,6 @@ class MeshConfig:
         return slice(head, head + 1)
 
     def vocabulary_share(self, size: int) -> tuple[slice, int]:
-        """The tokens that this rank has, and how many there is room for, on every rank."""
+        """This rank's tokens, and the number of rows on each rank, including padding."""
         each = -(-size // self.tp)
         return slice(min(self.place * each, size), min((self.place + 1) * each, size)), each

@@ -1,8 +1,7 @@
-"""The facts of one Hugging Face model folder that the engine above the model needs.
+"""The facts of a Hugging Face model folder that the engine needs.
 
-Whoever made the folder is not trusted: what counts something is checked to be a positive integer,
-and every error is a `ModelLoadError` with the file and the key. transformers is imported only when
-a folder is read.
+The folder is not trusted: sizes are checked to be positive integers, and all errors are
+`ModelLoadError`s with file and key. transformers is only imported when a folder is read.
 """
 
 from __future__ import annotations
@@ -28,30 +27,32 @@ BUILTIN_MODELS = {
     "tiny-draft": Path(__file__).parent / "assets" / "tiny-draft",
 }
 
-ARCHITECTURES = (
-    "Cohere2ForCausalLM",
-    "CohereForCausalLM",
-    "DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "Glm4ForCausalLM",
-    "Glm4MoeForCausalLM",
-    "GptOssForCausalLM",
-    "GraniteForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "MixtralForCausalLM",
-    "Olmo2ForCausalLM",
-    "Olmo3ForCausalLM",
-    "OlmoeForCausalLM",
-    "Phi3ForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-)
-# Classes of transformers' table whose attention is not that of pages of past tokens, and why.
+# Native architectures: the module below asyncllm.models, and its function that makes a
+# `DecoderSpec` of a configuration.
+ARCHITECTURES = {
+    "Cohere2ForCausalLM": ("cohere", "cohere"),
+    "CohereForCausalLM": ("cohere", "cohere"),
+    "DeepseekV2ForCausalLM": ("deepseek", "deepseek_v2"),
+    "DeepseekV3ForCausalLM": ("deepseek", "deepseek_v3"),
+    "Gemma2ForCausalLM": ("gemma", "gemma"),
+    "Gemma3ForCausalLM": ("gemma", "gemma"),
+    "Glm4ForCausalLM": ("glm4", "glm4"),
+    "Glm4MoeForCausalLM": ("glm4", "glm4_moe"),
+    "GptOssForCausalLM": ("gpt_oss", "gpt_oss"),
+    "GraniteForCausalLM": ("dense", "granite"),
+    "LlamaForCausalLM": ("dense", "llama"),
+    "MistralForCausalLM": ("dense", "mistral"),
+    "MixtralForCausalLM": ("moe", "mixtral"),
+    "Olmo2ForCausalLM": ("olmo", "olmo2"),
+    "Olmo3ForCausalLM": ("olmo", "olmo3"),
+    "OlmoeForCausalLM": ("moe", "olmoe"),
+    "Phi3ForCausalLM": ("dense", "phi3"),
+    "Qwen2ForCausalLM": ("dense", "qwen2"),
+    "Qwen2MoeForCausalLM": ("moe", "qwen2_moe"),
+    "Qwen3ForCausalLM": ("dense", "qwen3"),
+    "Qwen3MoeForCausalLM": ("moe", "qwen3_moe"),
+}
+# Classes of transformers' table that paged attention cannot serve, and why.
 UNSERVED = {
     "BltForCausalLM": "attends across patches of bytes, which another model cuts",
     "CpmAntForCausalLM": "adds a learned bias of segments to scores, and tokens before each prompt",
@@ -72,8 +73,8 @@ UNSERVED = {
 }
 ModelImplementation = Literal["auto", "asyncllm", "transformers"]
 Quantization = Literal["fp8", "int8", "int4"]
-RECURRENT_WINDOW = 32_768  # tokens, without max_model_len, of a model that knows no positions
-MAX_LAYERS = 10_000  # some of the library's classes make a list with an entry for each
+RECURRENT_WINDOW = 32_768  # the default max_model_len of a model without positions
+MAX_LAYERS = 10_000  # some of the library's classes allocate a list entry per layer
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -84,7 +85,7 @@ SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
-# What the longest sequence is called; models whose attention needs no positions (ALiBi) say it too.
+# Keys of the longest sequence, which models with ALiBi have, too.
 POSITION_KEYS = (
     "max_position_embeddings",
     "max_target_positions",
@@ -95,27 +96,27 @@ POSITION_KEYS = (
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The contents of `config.json`. `hf_config` is for the model itself."""
+    """The contents of `config.json`. `hf_config` is for the model's code."""
 
     path: Path
     architecture: str
     hf_config: PretrainedConfig
     vocab_size: int
     max_position_embeddings: int
-    context_window: int  # as far as the RoPE variant stretches it
+    context_window: int  # including RoPE scaling
     num_layers: int
-    num_kv_heads: int  # of the pages, by some models known when they are built
-    head_dim: int  # the same
+    num_kv_heads: int  # of KV pages; some models only know it when they are built
+    head_dim: int  # likewise
     dtype_name: str
     eos_token_ids: tuple[int, ...]
     implementation: Literal["asyncllm", "transformers"] = "asyncllm"
-    quantization: Quantization | None = None  # of a checkpoint in 16 bits, while it is loaded
+    quantization: Quantization | None = None  # of a 16-bit checkpoint while it is loaded
     asked_implementation: ModelImplementation = "auto"
-    fallback: str = ""  # why ours is not the implementation, of an architecture that we have
+    fallback: str = ""  # why a native architecture runs by transformers' code
 
     @classmethod
     def from_folder(cls, path: Path, implementation: ModelImplementation = "auto") -> ModelConfig:
-        """Read `config.json`. Raises `ModelLoadError` naming the file and what is wrong in it."""
+        """Read `config.json`. Raises `ModelLoadError` naming the file and the error."""
         file = path / "config.json"
         if not file.is_file():
             raise ModelLoadError(f"{path} is no model folder: it has no config.json")
@@ -123,7 +124,7 @@ class ModelConfig:
         chosen = _choose_implementation(file, content.get("architectures"), implementation)
         hf = _parsed(file, content, own_class=chosen == "transformers")
         eos = getattr(hf, "eos_token_id", None)
-        text = hf  # of several towers the one that writes
+        text = hf  # of a multimodal model, the language model's
         if chosen == "transformers":
             text = hf.get_text_config(decoder=True)
             if value := getattr(hf, "quantization_config", None):
@@ -133,7 +134,7 @@ class ModelConfig:
         hidden_size = _size(file, text, "hidden_size")
         num_kv_heads, head_dim = num_heads, max(1, hidden_size // num_heads)
         if chosen == "asyncllm":
-            _size(file, hf, "intermediate_size")  # what is not a dense decoder has none
+            _size(file, hf, "intermediate_size")  # other models do not have it
             if getattr(hf, "num_key_value_heads", None) is not None:
                 num_kv_heads = _size(file, hf, "num_key_value_heads")
             if getattr(hf, "head_dim", None) is not None:
@@ -157,9 +158,9 @@ class ModelConfig:
 
 
 def hub_repo(name: str, revision: str | None = None) -> Repo | None:
-    """The model on the hub that a name stands for; None: it is built in, or a folder.
+    """The hub's model of this name; None if it is built in, or a folder or file.
 
-    A folder wins over the hub's model of that name. Raises `ModelLoadError`.
+    A folder takes precedence over the hub. Raises `ModelLoadError`.
     """
     file = Path(name).expanduser()
     if name in BUILTIN_MODELS or file.is_dir() or (file.suffix == SUFFIX and file.is_file()):
@@ -181,9 +182,9 @@ def resolve_model_path(
     download_dir: str | None = None,
     needs: Collection[Part] = ("config", "tokenizer"),
 ) -> Path:
-    """A model's folder, absolute, with the needed parts of it, which may be downloaded.
+    """The absolute folder of a model, with the needed parts, which may be downloaded.
 
-    name: built in, a folder, a GGUF file, or ORG/NAME[@REVISION] on the hub.
+    name: a built-in name, a folder, a GGUF file, or ORG/NAME[@REVISION] on the hub.
     Raises `ModelLoadError`.
     """
     if (file := Path(name).expanduser()).suffix == SUFFIX and file.is_file():
@@ -206,10 +207,10 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 
 def _parsed(file: Path, content: dict[str, Any], own_class: bool) -> PretrainedConfig:
-    # A second that --help and a taken port should not cost.
+    # A slow import, which --help and early errors should not need.
     from asyncllm.hf_config import read_hf_config
 
-    for key in SIZES:  # before the library divides by one of them
+    for key in SIZES:  # the library may divide by them
         if isinstance(content.get(key), int) and content[key] < 1:
             raise _bad_size(file, key, content[key])
     num_layers = content.get("num_hidden_layers")
@@ -217,14 +218,14 @@ def _parsed(file: Path, content: dict[str, Any], own_class: bool) -> PretrainedC
         raise ModelLoadError(f"{file}: num_hidden_layers {num_layers} is above {MAX_LAYERS}")
     try:
         return read_hf_config(file.parent, content, own_class)
-    except Exception as error:  # the library checks values, and its errors have no common base
+    except Exception as error:  # the library's errors have no common base
         raise ModelLoadError(f"{file}: {one_line(error)}") from error
 
 
 def _choose_implementation(
     file: Path, architectures: object, asked: ModelImplementation
 ) -> Literal["asyncllm", "transformers"]:
-    """Before the library reads a file of which the keys are not those that we ask for."""
+    """Choose by `architectures`, before the library reads the file."""
     if not architectures:
         raise ModelLoadError(f"{file}: 'architectures' is missing")
     if not isinstance(architectures, list) or not isinstance(architectures[0], str):
@@ -239,7 +240,7 @@ def _choose_implementation(
 
 
 def _transformers_classes() -> set[str]:
-    """With those of several towers, of which the one that writes is served."""
+    """Its causal LMs, and multimodal models, whose language model is served."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -250,7 +251,7 @@ def _transformers_classes() -> set[str]:
 
 
 def _is_recurrent(text: PretrainedConfig) -> bool:
-    """Whether no layer attends, so that nothing counts positions."""
+    """Whether the model has no attention layers, and so no positions."""
     return _value(text, "num_attention_heads") is None
 
 
@@ -262,13 +263,13 @@ def _unsupported(file: Path, architecture: str, reason: str) -> ModelLoadError:
 
 
 def _value(hf: PretrainedConfig, key: str) -> Any:
-    """The value of `key`; where layers differ, the first layer's."""
+    """The value of `key`; if layers differ, the first layer's."""
     layer = hf.per_layer_config[0] if getattr(hf, "is_heterogeneous", False) else hf
     return getattr(layer, key, None)
 
 
 def _size(file: Path, hf: PretrainedConfig, key: str) -> int:
-    """A key that counts something. Raises `ModelLoadError`."""
+    """A key that must be a positive integer. Raises `ModelLoadError`."""
     value: Any = _value(hf, key)
     if not isinstance(value, int) or value < 1:
         raise _bad_size(file, key, value)
@@ -276,7 +277,7 @@ def _size(file: Path, hf: PretrainedConfig, key: str) -> int:
 
 
 def _max_positions(file: Path, hf: PretrainedConfig) -> int:
-    """By the first of its names that the configuration has. Raises `ModelLoadError`."""
+    """The first of POSITION_KEYS that the configuration has. Raises `ModelLoadError`."""
     found = (key for key in POSITION_KEYS if getattr(hf, key, None) is not None)
     return _size(file, hf, next(found, POSITION_KEYS[0]))
 
@@ -286,7 +287,7 @@ def _bad_size(file: Path, key: str, value: object) -> ModelLoadError:
 
 
 def _context_window(file: Path, hf: PretrainedConfig) -> int:
-    """max_position_embeddings, stretched where the RoPE variant stretches it (as vLLM does)."""
+    """max_position_embeddings, multiplied by the factor of RoPE scaling, as in vLLM."""
     rope = getattr(hf, "rope_parameters", None) or {}
     window = _max_positions(file, hf)
     if rope.get("rope_type") == "yarn":

@@ -1,6 +1,6 @@
 """The results of a request: vLLM's `RequestOutput`, `CompletionOutput` and their parts.
 
-Plain records: no reference into the engine, safe to keep for ever.
+Plain records without references into the engine: callers may keep them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PromptLogprobs = Sequence[dict[int, Logprob] | None]
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of one request, in seconds of `time.monotonic()`; None until it happened."""
+    """The times of one request in seconds of `time.monotonic()`; None before the event."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -40,7 +40,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of the `n` answers. In deltas `text`, `token_ids`, `logprobs` are the new ones only."""
+    """One of the `n` answers. In a delta, `text`, `token_ids` and `logprobs` hold new ones only."""
 
     index: int
     text: str
@@ -48,7 +48,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: SampleLogprobs | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the stop token id or string that ended it
+    stop_reason: int | str | None = None  # the stop token id or stop string
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -56,7 +56,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The state of a request; `finished` when every completion has its finish_reason."""
+    """The state of a request; `finished` means that every completion has a finish_reason."""
 
     request_id: str
     prompt: str | None
@@ -66,13 +66,13 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
-    error: Exception | None = None  # why finish_reason is "error": what `generate` raises
-    num_unreturned_tokens: int = 0  # of answers that `best_of` left out
+    error: Exception | None = None  # raised by `generate`; finish_reason is "error"
+    num_unreturned_tokens: int = 0  # tokens of answers that `best_of` left out
 
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One beam. As in vLLM `tokens` and `text` begin with the prompt's."""
+    """One beam. As in vLLM, `tokens` and `text` begin with the prompt."""
 
     tokens: list[int]
     text: str
@@ -84,6 +84,6 @@ class BeamSearchSequence:
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """The result of `LLM.beam_search` for a prompt: its beams, the best first."""
+    """The beams of one prompt, best first: the result of `LLM.beam_search`."""
 
     sequences: list[BeamSearchSequence]

@@ -1,8 +1,8 @@
-"""The type and the limits of each field of `SamplingParams`, whatever the others hold.
+"""The type and the limits of each field of `SamplingParams`; rules between fields are in
+`sampling_params.py`.
 
-All raise `InvalidRequestError` naming the parameter. A message shows the value shortly: it may be
-huge, nested or hostile. Limits have names where something else has to know them: the notes of the
-API, and tests.
+All checks raise `InvalidRequestError` naming the parameter. A message shortens the value, which may
+be huge, nested or hostile. Limits that the documentation or tests use have names.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ MAX_REPETITION_COUNT = 1024
 
 
 def require(ok: bool, param: str, value: object, wanted: str, name: str = "") -> None:
-    """`name`: what the message calls it, where it is a part of `param`."""
+    """`name` is used in the message instead of `param`, for a part of `param`."""
     if not ok:
         raise InvalidRequestError(f"{name or param} must be {wanted}, got {shown(value)}", param)
 
 
 def shown(value: object) -> str:
-    """A short repr: what was sent may be huge, nested, or an int with too many digits to print."""
+    """A short repr, also of values that are huge, nested, or ints with too many digits to print."""
     try:
         return reprlib.repr(value)
     except ValueError:
@@ -72,7 +72,7 @@ def _check_strings(
 def _check_token_ids(param: str, ids: Any, most: int, may_be_empty: bool = False) -> None:
     require(isinstance(ids, list), param, ids, "a list")
     require(len(ids) <= most, param, len(ids), f"at most {most} ids")
-    if set(map(type, ids)) - {int}:  # a list may be as long as a vocabulary: no loop over the good
+    if set(map(type, ids)) - {int}:  # no Python loop over a good list, which may be long
         for token_id in ids:
             require_int(param, token_id)
     least, greatest = min(ids, default=0), max(ids, default=0)
@@ -83,7 +83,7 @@ def _check_token_ids(param: str, ids: Any, most: int, may_be_empty: bool = False
 
 
 def token_id_of_key(key: object) -> int:
-    """A key of logit_bias: JSON's are strings, of digits alone."""
+    """The token id of a key of logit_bias; JSON has string keys, which must be all digits."""
     is_text = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS
     is_int = isinstance(key, int) and not isinstance(key, bool) and 0 <= key <= MAX_SEED
     if not (is_text or is_int):
@@ -94,7 +94,7 @@ def token_id_of_key(key: object) -> int:
 
 
 def check_value(name: str, annotation: str, value: Any) -> None:
-    """`annotation`: of the field, as it is written."""
+    """Check a field whose annotation in `SamplingParams` reads `annotation`."""
     if value is None and annotation.endswith("| None"):
         return
     check = _CHECKS.get(name) or _CHECK_OF_TYPE.get(annotation.removesuffix(" | None"))
@@ -120,7 +120,7 @@ def checked_bias(given: Any) -> dict[int, float]:
 
 
 def num_positional(function: Callable[..., Any]) -> int | None:
-    """How many positional parameters it has; None where Python cannot tell."""
+    """The number of positional parameters; None where Python cannot tell."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -146,7 +146,7 @@ _CHECK_OF_TYPE: dict[str, Callable[[str, Any], None]] = {
     "bool": lambda name, value: require(isinstance(value, bool), name, value, "a bool"),
     "float": require_finite,
 }
-# field -> of its own, in place of its type's
+# field -> its own check, instead of that of its type
 _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "stop": partial(
         _check_strings,
@@ -160,7 +160,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "logprob_token_ids": partial(_check_token_ids, most=MAX_LOGPROB_TOKEN_IDS),
     "logits_processors": _check_logits_processors,
 }
-# field -> whether a value of its type is good, and how to say it
+# field -> whether a value of the right type is good, and the words for the message
 _LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "n": (lambda n: 1 <= n <= MAX_N, f"between 1 and {MAX_N}"),
     "length_penalty": (

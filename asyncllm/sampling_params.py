@@ -1,8 +1,8 @@
-"""The sampling parameters of a request: vLLM's names, defaults and ranges, checked once.
+"""The sampling parameters of a request, with vLLM's names, defaults and ranges.
 
-This is the one validator: HTTP and Python both end here; what one field may hold is in
-`sampling_limits.py`. It knows no model, so limits that depend on the vocabulary or the context
-window are checked by the input processor.
+Requests from HTTP and from Python are validated here; `sampling_limits.py` has the limits of the
+single fields. Limits that depend on the model's vocabulary or context window are checked by the
+input processor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from asyncllm.sampling_limits import (
 from asyncllm.structured_outputs import StructuredOutputsParams
 
 GREEDY_BELOW_TEMPERATURE = 1e-5
-# What a beam search takes: its own, how the answer is shown, and what only drawing needs.
+# Fields that a beam search accepts: its own, those of the output, and those of random sampling,
+# which have no effect.
 BEAM_SEARCH_FIELDS = frozenset(
     [
         *("n", "best_of", "use_beam_search", "length_penalty", "early_stopping"),
@@ -44,7 +45,7 @@ EarlyStopping = bool | Literal["never"]
 
 
 class RequestOutputKind(Enum):
-    """Each yielded `RequestOutput` holds all so far, the new part only, or only the end."""
+    """Each `RequestOutput` holds everything so far or only the new part, or only one comes."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -53,10 +54,10 @@ class RequestOutputKind(Enum):
 
 @dataclass(slots=True)
 class RepetitionDetectionParams:
-    """End an answer whose last tokens are one pattern, `min_count` times in a row.
+    """End an answer whose last tokens repeat one pattern `min_count` times.
 
-    Patterns of `min_pattern_size` (0: 1) to `max_pattern_size` tokens count; a `max_pattern_size`
-    of 0 is off. Raises `InvalidRequestError`. Source: vllm.sampling_params.
+    A pattern has `min_pattern_size` (0 means 1) to `max_pattern_size` tokens; a `max_pattern_size`
+    of 0 switches the detection off. Raises `InvalidRequestError`. Source: vllm.sampling_params.
     """
 
     max_pattern_size: int = 0
@@ -80,23 +81,24 @@ class RepetitionDetectionParams:
 
 @dataclass(slots=True)
 class SamplingParams:
-    """Sampling parameters of one request, checked when made.
+    """The sampling parameters of one request, checked by the constructor.
 
     Raises `InvalidRequestError` (a `ValueError`) naming the field that is out of range.
     `temperature=0` is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 switch the filter off.
     `max_tokens=None` means up to the end of the context window. `logprobs=k` returns the k most
     likely tokens and the sampled one, as natural logarithms of the raw distribution (before
-    temperature, penalties and filters), -1 all; `logprob_token_ids` returns those of these tokens
-    instead of the most likely. A `seed` makes a request's tokens independent of what else is in its
-    batch; -1 is none. `thinking_token_budget` is the most tokens of reasoning, -1 is no limit.
+    temperature, penalties and filters); -1 returns the whole vocabulary. `logprob_token_ids`
+    returns the logprobs of these tokens instead of the most likely ones. A `seed` makes a request's
+    tokens independent of the other requests in its batch; -1 means no seed. `thinking_token_budget`
+    is the maximum number of reasoning tokens; -1 means no limit.
     `repetition_detection` may be a dict of its fields. Source: vllm.SamplingParams.
 
-    `best_of` answers are made and the `n` with the highest mean log-probability returned, at the
-    end. With `use_beam_search` it is the width of the search (None: `n`), which draws nothing:
-    temperature, filters and seed are without effect, and the `n` beams with the highest
-    log-probability / length ** `length_penalty` are returned. `early_stopping` as in transformers:
-    True ends at the first `best_of` finished beams, False when by a heuristic none can be better,
-    "never" when none can be.
+    `best_of` answers are generated; at the end the `n` with the highest mean log-probability are
+    returned. With `use_beam_search`, `best_of` is the beam width (None: `n`) and the `n` beams with
+    the highest log-probability / length ** `length_penalty` are returned; temperature, filters and
+    seed have no effect. `early_stopping` is that of transformers: True ends the search at the first
+    `best_of` finished beams, False when a heuristic says that no better beam can come, "never" when
+    no better beam is possible.
     """
 
     n: int = 1
@@ -126,7 +128,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
-    truncation_side: TruncationSide = "left"  # which end of the prompt that cuts off
+    truncation_side: TruncationSide = "left"  # the end of the prompt that is cut off
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
@@ -139,14 +141,14 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             self.stop = [self.stop]
-        # What is the default itself needs no check: that is most of every request.
+        # Fields that hold the default object, most of every request, need no check.
         for name in compress(_NAMES, map(is_not, _values_of(self), _DEFAULTS)):
             check_value(name, _TYPES[name], getattr(self, name))
         self._check_together()
 
     @property
     def num_sequences(self) -> int:
-        """How many are generated, to return `n` of them."""
+        """The number of answers that are generated; `n` of them are returned."""
         return self.n if self.best_of is None else self.best_of
 
     @property
@@ -155,27 +157,27 @@ class SamplingParams:
 
     @property
     def penalises(self) -> bool:
-        """Whether what was said changes the logits."""
+        """Whether tokens that occurred before change the logits."""
         penalties = self.presence_penalty or self.frequency_penalty
         return bool(penalties) or self.repetition_penalty != 1
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many tokens are reported beside each sampled one; None: no logprobs at all."""
+        """The number of tokens reported beside each sampled one; None means no logprobs."""
         return len(self.logprob_token_ids) if self.logprob_token_ids else self.logprobs
 
     def checked_copy(self) -> SamplingParams:
-        """A copy that no later change reaches. Raises `InvalidRequestError` for a change before."""
+        """A copy that later changes do not reach. Raises `InvalidRequestError` for earlier ones."""
         values = zip(_NAMES, _values_of(self), strict=True)
         own: dict[str, Any] = {k: v.copy() for k, v in values if isinstance(v, list | dict)}
         for name in ("repetition_detection", "structured_outputs"):
             given = getattr(self, name)
             if isinstance(given, RepetitionDetectionParams | StructuredOutputsParams):
-                own[name] = replace(given)  # checked when made
+                own[name] = replace(given)  # the constructor checks
         return replace(self, **own)
 
     def _check_together(self) -> None:
-        """Check fields, each of them good, together; -1 and dicts become what they mean."""
+        """Check the fields against each other, and replace -1 and dicts by what they stand for."""
         if self.seed == -1:
             self.seed = None
         if self.thinking_token_budget == -1:
@@ -204,7 +206,7 @@ class SamplingParams:
                 raise InvalidRequestError(f"{name} needs use_beam_search", name)
 
     def _check_beam_search(self) -> None:
-        """Refuse what would change the scores or the ends of beams."""
+        """Refuse fields that would change the scores or the ends of beams."""
         for given in fields(self):
             value = getattr(self, given.name)
             is_neutral = value is None or value == [] or value == given.default
@@ -222,10 +224,10 @@ _values_of = attrgetter(*_NAMES)
 
 @dataclass(slots=True)
 class BeamSearchParams:
-    """A beam search, under vLLM's names; `sampling_params()` says the same to the engine.
+    """A beam search with vLLM's names; `sampling_params()` converts it for the engine.
 
-    All `beam_width` beams are returned, the best first. `temperature` is accepted and without
-    effect: a search draws nothing, and its log-probabilities are those of the model.
+    All `beam_width` beams are returned, best first. `temperature` is accepted but has no effect:
+    the search uses the model's own log-probabilities.
     Source: vllm.BeamSearchParams; `early_stopping` from transformers' GenerationConfig.
     """
 
@@ -247,7 +249,7 @@ class BeamSearchParams:
 
 
 def checked_repetition(given: Any) -> RepetitionDetectionParams | None:
-    """Checks a request's field, which may be a dict; None where it is off."""
+    """Check the field of a request, which may be a dict; None if the detection is off."""
     if isinstance(given, dict):
         try:
             given = RepetitionDetectionParams(**given)
@@ -263,6 +265,6 @@ def checked_repetition(given: Any) -> RepetitionDetectionParams | None:
 
 
 def check_sampling_params(params: object) -> None:
-    """Raises `TypeError` for what is none: a dict of its fields, say."""
+    """Raise `TypeError` for anything else, such as a dict of the fields."""
     if not isinstance(params, SamplingParams):
         raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")

@@ -1,8 +1,8 @@
-"""A step's work, as the scheduler describes it to the worker: immutable. No torch.
+"""One step, as the scheduler gives it to the worker: immutable, without torch.
 
-Rows name slots, pages and positions, never sampled tokens: a plan is made one step ahead, when only
-the device knows them. Decodes are columns, which go on from step to step, because a step of 256 of
-them must not cost 256 objects; prefills, which are few, are objects.
+A plan names slots, pages and positions but no sampled tokens: it is made one step ahead, when only
+the device has them. Decodes are arrays that carry over from step to step, because 256 decodes must
+not cost 256 objects. Prefills are few, so each is an object.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from asyncllm.types import Sequence
 
 
 class StepKind(enum.StrEnum):
-    DECODE = "decode"  # one token for each of its rows
-    PREFILL = "prefill"  # prompts alone
-    MIXED = "mixed"  # prompts, and decodes before them
-    SWAP = "swap"  # neither
+    DECODE = "decode"  # every row has one token
+    PREFILL = "prefill"  # prompt chunks only
+    MIXED = "mixed"  # decodes, then prompt chunks
+    SWAP = "swap"  # page and state moves only
 
     @classmethod
     def of(cls, num_decodes: int, num_prefill_tokens: int) -> StepKind:
@@ -32,26 +32,26 @@ class StepKind(enum.StrEnum):
 
 
 class StepShape(NamedTuple):
-    """The key of graphs and of measured step durations."""
+    """The key of captured graphs and of measured step durations."""
 
     kind: StepKind
-    size: int  # rows of a decode step, tokens of others; padding included
-    adapters: bool = False  # some row has one
+    size: int  # rows of a decode step, else tokens; padding included
+    adapters: bool = False  # some row has a LoRA adapter
 
 
 @dataclass(slots=True, frozen=True)
 class SlotInit:
-    """A sequence takes a slot: everything the device must know of it, written before the step."""
+    """A sequence takes a slot. All of its device state is written before the step."""
 
     seq: Sequence
     slot: int
-    block_ids: list[list[int]]  # by cache group; 0 behind a window
+    block_ids: list[list[int]]  # per cache group; 0 for blocks that a window has passed
     num_computed: int
     token_ids: list[int]  # all known tokens, a copy: the sequence may grow before the step runs
 
 
 class PageAppend(NamedTuple):
-    """Page `block_id` becomes entry `block_index` of the slot's block table of the group."""
+    """Page `block_id` becomes entry `block_index` of the slot's block table in `group`."""
 
     slot: int
     block_index: int
@@ -60,12 +60,12 @@ class PageAppend(NamedTuple):
 
 
 class StateMoves(NamedTuple):
-    """Rows of the state memory that a step moves, where layers are recurrent: slots' and others'
-    (engine/state_pool.py). In the order of the fields, the last after the forward pass."""
+    """Copies between rows of the recurrent state memory (engine/state_pool.py), done in the order
+    of the fields: `fork` after the forward pass, the others before it."""
 
     swap_out: tuple[tuple[int, int], ...] = ()  # (slot, host row)
     save: tuple[tuple[int, int], ...] = ()  # (slot, snapshot)
-    restore: tuple[tuple[int, int], ...] = ()  # (snapshot, or zeros; slot)
+    restore: tuple[tuple[int, int], ...] = ()  # (snapshot, or the row of zeros; slot)
     swap_in: tuple[tuple[int, int], ...] = ()  # (host row, slot)
     fork: tuple[tuple[int, int], ...] = ()  # (slot, slot)
 
@@ -77,34 +77,34 @@ NO_STATE_MOVES = StateMoves()
 class PrefillRow:
     """`token_ids` at positions start .. start+len-1 of the sequence in `slot`.
 
-    `samples`: sequences that sample their next token from the last position: empty for a chunk
-    that is not the last; the row's own sequence, and with n > 1 its forks, for the last.
-    `saves`: after so many of its tokens, the row of the state memory that keeps its state.
+    samples: the sequences that sample from the last position: none before a prompt's last chunk,
+    then the row's own sequence and, with n > 1, its forks.
+    saves: (number of tokens, snapshot row): where recurrent states are saved within the chunk.
     """
 
     seq: Sequence
     slot: int
     start: int
     token_ids: list[int]
-    block_ids: list[list[int]]  # by cache group: pages of positions 0 .. start+len-1
+    block_ids: list[list[int]]  # per cache group: pages of positions 0 .. start+len-1
     samples: tuple[Sequence, ...]
     saves: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(slots=True, frozen=True, eq=False)
 class DecodeBatch:
-    """A step's decodes as columns: one token each, at `positions`, whose id is in the slot.
+    """A step's decodes as columns. Row i computes one token at `positions[i]`, whose id the device
+    has in `slots[i]`, and samples the next.
 
-    All of them sample. While the same sequences decode, `seqs` and `slots` are the same objects
-    from step to step.
+    While the same sequences decode, `seqs` and `slots` stay the same objects from step to step.
     """
 
     seqs: tuple[Sequence, ...]
     slots: np.ndarray  # int32 [rows], read-only
     positions: np.ndarray  # int32 [rows], read-only
     ends: np.ndarray  # int32 [rows], read-only: each sequence's num_to_compute
-    needs_host: bool = False  # some row does
-    adapters: bool = False  # some row's sequence has one
+    needs_host: bool = False  # some row is a host row
+    adapters: bool = False  # some row has a LoRA adapter
 
     def __post_init__(self) -> None:
         for column in (self.slots, self.positions, self.ends):
@@ -112,7 +112,7 @@ class DecodeBatch:
 
     @classmethod
     def of(cls, seqs: SequenceOf[Sequence]) -> DecodeBatch:
-        """The next position of each."""
+        """Decodes of each sequence's next position."""
         return cls(
             tuple(seqs),
             np.array([seq.slot for seq in seqs], np.int32),
@@ -123,14 +123,14 @@ class DecodeBatch:
         )
 
     def next(self) -> DecodeBatch:
-        """The same sequences, each one position on."""
+        """The same sequences, one position later."""
         if not self.seqs:
             return self
         flags = self.needs_host, self.adapters
         return DecodeBatch(self.seqs, self.slots, self.positions + 1, self.ends, *flags)
 
     def keep(self, stays: np.ndarray) -> DecodeBatch:
-        """The rows where `stays`, bool [rows], is true."""
+        """The rows where `stays`, bool [rows], is set."""
         if stays.all():
             return self
         seqs = tuple(compress(self.seqs, stays.tolist()))
@@ -140,9 +140,9 @@ class DecodeBatch:
         return DecodeBatch(seqs, *columns, needs_host, adapters)
 
     def plus(self, seqs: SequenceOf[Sequence]) -> DecodeBatch:
-        """And the next position of each of these."""
+        """These rows, then the next position of each of `seqs`."""
         more = DecodeBatch.of(seqs) if seqs else self
-        if not seqs or not self.seqs:  # a first prompt after idleness waits for this
+        if not seqs or not self.seqs:  # a shortcut on the way to a first token
             return more
         return DecodeBatch(
             self.seqs + more.seqs,
@@ -154,7 +154,7 @@ class DecodeBatch:
         )
 
     def at_block(self, block_size: int, place: int) -> list[Sequence]:
-        """Whose token is at this place of a block: 0 is its first, block_size - 1 its last."""
+        """The sequences whose token is at this offset within its block."""
         if not self.seqs:
             return []
         rows = np.flatnonzero(self.positions % block_size == place).tolist()
@@ -169,9 +169,10 @@ NO_DECODES = DecodeBatch.of(())
 
 @dataclass(slots=True, frozen=True)
 class StepPlan:
-    """All that a step does, in the order of its fields from `swap_out` on, then forward, sample.
+    """All work of one step: the moves from `swap_out` on, in the order of the fields; then the
+    forward pass and sampling.
 
-    Sampled tokens come back in the order of `sampled`: the decodes, then each prefill's samples.
+    Sampled tokens come back in the order of `sampled`: decodes, then each prefill's samples.
     """
 
     step_id: int
@@ -190,14 +191,14 @@ class StepPlan:
 
     @property
     def needs_host(self) -> bool:
-        """Whether its sampling is launched by itself, after the tokens of the step before."""
+        """Whether sampling is launched separately, once the step before is finished."""
         if self.decodes.needs_host:
             return True
         return any(seq.needs_host for row in self.prefills for seq in row.samples)
 
     @property
     def adapters(self) -> bool:
-        """Whether some row's sequence has an adapter."""
+        """Whether some row has a LoRA adapter."""
         if self.decodes.adapters:
             return True
         return any(row.seq.request.adapter_slot for row in self.prefills)

@@ -1,8 +1,8 @@
-"""Forms that a request may ask its text to have: JSON by a schema, a regex, a choice, a grammar.
+"""Constraints on the text of an answer: a JSON schema, a regex, a choice or a grammar.
 
-vLLM's names. Checked when made for what needs no model: types, sizes, that one thing is asked.
-Whether it compiles, and whether all of it can be enforced, the engine says when the request
-arrives. A field that cannot be served is an error that names it: `structured_outputs.<field>`.
+The names are vLLM's. The constructors check types, sizes, and that exactly one constraint is given.
+When the request arrives, the engine compiles the constraint and refuses what it cannot enforce.
+Errors name the field as `structured_outputs.<field>`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import orjson
 
 from asyncllm.errors import InvalidRequestError
 
-MAX_STRUCTURED_OUTPUT_CHARS = 2**18  # of a schema, a regex, a grammar or all choices together
-MAX_STRUCTURED_OUTPUT_DEPTH = 100  # of a schema's or structural tag's nested JSON
+MAX_STRUCTURED_OUTPUT_CHARS = 2**18  # in a schema, a regex, a grammar or all choices
+MAX_STRUCTURED_OUTPUT_DEPTH = 100  # of the JSON of a schema or structural tag
 MAX_CHOICES = 4096
 MAX_WHITESPACE_PATTERN_CHARS = 128
 MAX_REASONING_MARKER_CHARS = 128
@@ -28,14 +28,15 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 @dataclass(slots=True, frozen=True)
 class ReasoningMarkers:
-    """Text around the reasoning that may come before the answer that a grammar describes.
+    """The texts around reasoning that may precede the answer that a grammar describes.
 
-    end    closes the reasoning; the grammar begins after it, and after at most two newlines, which
-           belong to neither: whoever splits the text takes them off
-    begin  opens it. With None the prompt has opened it: `end` must come. With a text the model
-           decides: either `begin`, reasoning and `end` come first, or the answer comes at once.
-    resumed, header   of models whose answers are messages: `resumed` stands between the reasoning
-           and `header`, which opens the answer with and without reasoning. Then no newlines do.
+    end    closes the reasoning. The grammar begins after it and at most two newlines, which belong
+           to neither part.
+    begin  opens the reasoning. None means that the prompt opened it, so that `end` must come.
+           Otherwise the model decides whether it reasons or answers at once.
+    resumed, header   for models whose answers are messages: `header` opens the answer, with and
+           without reasoning, and `resumed` stands between the reasoning and `header`. No newlines
+           are allowed then.
     """
 
     end: str
@@ -52,20 +53,21 @@ class ReasoningMarkers:
 
 @dataclass(slots=True)
 class StructuredOutputsParams:
-    """Exactly one of the first six fields. Source: vllm.sampling_params.StructuredOutputsParams.
+    """One constraint: exactly one of the fields in `KINDS`.
 
     json            a JSON schema, as a dict or as text
-    regex           the whole text matches it (Rust's syntax: no look-around, no back-references)
-    choice          the text is one of these
-    grammar         Lark as llguidance reads it (`%json {...}` and special tokens included), or
-                    GBNF as llama.cpp writes it: told apart by their rules' `:` and `::=`
+    regex           matches the whole text (Rust's syntax: no look-around, no back-references)
+    choice          the texts of which one is the answer
+    grammar         Lark as llguidance reads it (with `%json {...}` and special tokens), or GBNF as
+                    llama.cpp writes it; their rules have `:` and `::=`
     json_object     any JSON object
     structural_tag  free text with constrained parts, as JSON: {"structures", "triggers"} or
                     {"type": "structural_tag", "format"}
-    The next three change what JSON is allowed. Not vLLM's: `after` lets reasoning come first, and
-    `alternative` is Lark of what the answer may be instead (a chat's tool calls), with its own
-    reasoning where `after` has a header.
-    Raises `InvalidRequestError` (a `ValueError`) naming the field.
+    The `disable_*` fields and `whitespace_pattern` change which JSON is allowed. Two fields are not
+    vLLM's: `after` allows reasoning before the answer, and `alternative` is a Lark grammar for
+    another form of the answer (a chat's tool calls), with its own reasoning if `after` has a
+    header. Raises `InvalidRequestError` (a `ValueError`) naming the field.
+    Source: vllm.sampling_params.StructuredOutputsParams.
     """
 
     json: str | dict[str, Any] | None = None
@@ -80,7 +82,7 @@ class StructuredOutputsParams:
     after: ReasoningMarkers | None = None
     alternative: str | None = None
     kind: str = field(init=False, repr=False, compare=False)
-    """The one of `KINDS` that is asked."""
+    """The one of `KINDS` that is given."""
 
     def __post_init__(self) -> None:
         for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
@@ -136,7 +138,7 @@ class StructuredOutputsParams:
 
 
 def is_text(value: Any) -> TypeGuard[str]:
-    """Not empty, and Unicode: without lone surrogates."""
+    """Whether it is a non-empty str without lone surrogates."""
     if not isinstance(value, str) or not value:
         return False
     try:
@@ -147,7 +149,7 @@ def is_text(value: Any) -> TypeGuard[str]:
 
 
 def parse_json(value: Any, field_name: str) -> dict[str, Any]:
-    """A copy of the JSON object that `value` is, or is the text of; within the named limits."""
+    """A checked copy of a JSON object, which `value` is or is the text of."""
     _require(isinstance(value, str | dict), field_name, "a JSON object", value)
     try:
         text = value.encode() if isinstance(value, str) else orjson.dumps(value)

@@ -1,18 +1,19 @@
-"""The vocabulary: what the scheduler, the pipeline, the worker and the outputs say to each other.
+"""The vocabulary that scheduler, pipeline, worker and output processing share.
 
-No torch and nothing of ours but the public records. Each word means the same everywhere:
+It imports neither torch nor anything of asyncllm but the public records. Each word has one meaning:
 
   page (block)  `block_size` consecutive token positions of one sequence's KV cache
-  slot          a sequence's row in the device-resident state, held while it runs; 0 is padding
+  slot          a sequence's row in the device state, held while the sequence runs; 0 is padding
   row           one sequence's share of a step
-  prefill       a row whose input tokens come from the host (prompt, or recomputed output)
-  decode        a row whose one input token is already on the device, in its slot
+  prefill       a row whose input tokens come from the host (a prompt, or output to recompute)
+  decode        a row with one input token, which is on the device already, in the slot
   chunk         the part of a prefill that one step computes
-  in flight     launched, its tokens not yet known on the host
-  host row      a row whose sampling needs the tokens before it on the host: grammars, processors
+  in flight     launched, but its tokens are not known on the host yet
+  host row      a row that is sampled only when the host knows the tokens before it, because a
+                grammar or a logits processor needs them
 
-A `StepPlan` (step_plan.py) is immutable. A `Sequence` is mutable and owned by the scheduler, except
-`token_ids` and `num_in_flight`, which move only in its `finish_step` and `jump_forward`.
+A `StepPlan` (step_plan.py) is immutable. A `Sequence` is mutable and belongs to the scheduler;
+while it runs, only `Scheduler.finish_step` and `Scheduler.jump_forward` append to its `token_ids`.
 """
 
 from __future__ import annotations
@@ -30,47 +31,48 @@ from asyncllm.outputs import FinishReason, RequestMetrics
 from asyncllm.sampling_params import SamplingParams
 
 PADDING_SLOT = 0
-NON_FINITE_TOKEN = -1  # the device's word for a row whose logits are NaN or infinite
-NO_TOKEN_LEFT = -2  # and for one all of whose tokens its own request forbids
+NON_FINITE_TOKEN = -1  # sampled from logits that are NaN or infinite
+NO_TOKEN_LEFT = -2  # sampled where the request's own parameters forbid every token
 PADDING_PAGE = 0
 NO_ADAPTER = 0  # the adapter slot of requests without one
 
 
 class SequenceStatus(enum.Enum):
-    WAITING = enum.auto()  # owns nothing, or (preempted, to be recomputed) only its tokens
+    WAITING = enum.auto()  # owns neither slot nor pages: new, or preempted to be recomputed
     SWAPPED = enum.auto()  # its pages are in CPU memory
     RUNNING = enum.auto()  # owns a slot and pages
     FINISHED = enum.auto()
 
 
 class TokenConstraint(Protocol):
-    """The tokens that a grammar allows next in one sequence. Owned by the engine; not thread-safe.
+    """The tokens that a grammar allows next in one sequence. Not thread-safe.
 
-    The engine calls `accept_many` with the tokens that are known on the host since the last call,
-    then `fill_many` before the next are sampled, both in a worker thread, with all rows of a step,
-    so that these may be spread over threads. All constraints are of one class.
+    Before each sampling the engine calls `accept_many` with the tokens that it has learnt since the
+    last call, then `fill_many`. Both run in a worker thread and take all rows of a step at once, so
+    that an implementation may use several threads. All constraints are of one class.
     """
 
     @staticmethod
     def accept_many(constraints: list[Any], token_ids: list[list[int]]) -> list[Exception | None]:
-        """Take each row's tokens, in order: for each what is wrong, as a token not allowed."""
+        """Advance each row by its tokens. Returns an error where they are not allowed, else
+        None."""
         ...
 
     @staticmethod
     def fill_many(constraints: list[Any], bitmasks: np.ndarray) -> list[Exception | None]:
-        """Write int32 [rows, ceil(V / 32)], and return for each row what is wrong.
+        """Fill int32 [rows, ceil(V / 32)]; returns an error, or None, for each row.
 
-        Bit i % 32 of a row's word i // 32 is set where token i may come.
+        Bit i % 32 of a row's word i // 32 is set where token i is allowed.
         """
         ...
 
     def forced_tokens(self) -> list[int]:
-        """Tokens that must come next, whatever the model says; none where it has a choice."""
+        """The next tokens, as far as the grammar leaves no choice."""
         ...
 
 
-# Decides some of one sequence's tokens instead of the model: from all its tokens the one that must
-# follow, or None where the model decides. Not thread-safe.
+# All tokens of a sequence -> the token that must follow, or None where the model decides. Not
+# thread-safe.
 TokenForcer = Callable[[list[int]], int | None]
 
 
@@ -78,14 +80,18 @@ TokenForcer = Callable[[list[int]], int | None]
 class Request:
     """A validated, tokenised request.
 
-    `max_tokens` is resolved (never None) and prompt + max_tokens fits the window. `stop_token_ids`
-    are those that end a sequence, EOS included unless ignored. `bad_words_ids` are token sequences.
-    `cache_key` separates prefix caches: by salt, and by the prompt's length where KV depends on it
-    (dynamic RoPE past its window). `batch_processors`: which of the engine's logits processors it
-    needs. Where answers are chosen by score (`best_of`, beam search) `sampling_params.logprobs` is
-    what the choice needs, and `num_shown_logprobs` what the client asked for. `parent`: the beam
-    search for which this is one token of a beam; its times and tokens are counted there.
-    `adapter_slot`: where the device has the request's LoRA adapter, for as long as it lives.
+    max_tokens          resolved (never None); prompt + max_tokens fits the context window
+    stop_token_ids      tokens that end a sequence, EOS included unless it is ignored
+    bad_words_ids       one token sequence for each forbidden word
+    cache_key           part of every block hash: requests with different keys share no KV. It holds
+                        the salt, the adapter, and the prompt's length where KV depends on it
+                        (dynamic RoPE past its window)
+    num_shown_logprobs  the number that the client asked for. `sampling_params.logprobs` may be
+                        larger, where answers are chosen by score (`best_of`, beam search)
+    batch_processors    indices of the engine's logits processors that it needs
+    parent              the beam search that this request computes one token for; the search counts
+                        its tokens and times
+    adapter_slot        the device slot of its LoRA adapter, held until the request ends
     """
 
     request_id: str
@@ -105,13 +111,13 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
 
     def use_adapter(self, slot: int, content: bytes) -> None:
-        """`content`: of the adapter's files. Its KV is shared with requests of equal files only."""
+        """content: a hash of the adapter's files; only requests with equal files share KV."""
         self.adapter_slot = slot
         self.cache_key = hashlib.sha256(self.cache_key + content).digest()
 
     @property
     def needs_host(self) -> bool:
-        """Each of its samplings depends on the output tokens before it, known on the host."""
+        """Whether the host must know all output tokens before it can sample the next."""
         params = self.sampling_params
         processed = bool(self.batch_processors or params.logits_processors)
         may_be_forced = params.thinking_token_budget is not None
@@ -124,17 +130,17 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One of a request's `n` answers in the making.
+    """One of a request's `n` answers while it is generated.
 
-    token_ids      prompt, then the output tokens known on the host
-    num_in_flight  output tokens sampled by launched steps, not yet known on the host (0 or 1
-                   between steps, one more while a step is planned ahead)
-    num_computed   positions whose KV is written by launched steps
-    num_to_compute those until its last token is sampled, if it goes on to max_tokens
-    num_prefill    tokens known when it was admitted, or jumped to: it decodes once num_computed has
-                   reached them
-    num_to_drop    of the samples in flight, those whose token is known already
-    num_accepted   output tokens that the constraint has been told; its thread's own
+    token_ids       the prompt, then the output tokens that the host knows
+    num_in_flight   tokens sampled by launched steps that the host does not know yet: 0 or 1, and 2
+                    while the next step is planned
+    num_computed    positions whose KV is written by launched steps
+    num_to_compute  the same at the end, if it runs to max_tokens
+    num_prefill     tokens known at admission, or after a jump-forward; the sequence decodes once
+                    num_computed has reached this
+    num_to_drop     samples in flight to ignore, as jump-forward has appended their tokens already
+    num_accepted    output tokens that the constraint has accepted; used by its thread alone
     """
 
     seq_id: int
@@ -147,7 +153,7 @@ class Sequence:
     num_in_flight: int = 0
     num_computed: int = 0
     num_prefill: int = 0
-    num_cached_tokens: int = 0  # of the prompt, served by the prefix cache at first admission
+    num_cached_tokens: int = 0  # prompt tokens that the prefix cache had at its first admission
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     constraint: TokenConstraint | None = None
@@ -173,26 +179,24 @@ class Sequence:
 
     @property
     def owes_prompt_logprobs(self) -> bool:
-        """Whether its prefill reports the prompt's logprobs, and so must compute all of it.
+        """Whether its prefill reports prompt logprobs, and so must compute the whole prompt.
 
-        A request's first sequence does, until its first token: siblings, and what is computed again
-        after a preemption, may read the prefix cache.
+        Only a request's first sequence does, until its first token. Siblings, and a sequence that
+        is recomputed after preemption, may use the prefix cache.
         """
         wanted = self.request.sampling_params.prompt_logprobs is not None
         return wanted and self.index == 0 and self.num_output_tokens == 0
 
     @property
     def num_tokens(self) -> int:
-        """All tokens, those in flight included."""
+        """Known tokens and those in flight."""
         return len(self.token_ids) + self.num_in_flight
 
 
 @dataclass(slots=True, frozen=True)
 class TokenLogprobs:
-    """Raw log-probabilities at one position: of the token itself, its rank, and others.
-
-    The others are the most likely, in order, or those that the request named.
-    """
+    """Log-probabilities at one position, before temperature, penalties and filters: the token's,
+    its rank, and those of the most likely tokens or of `logprob_token_ids`."""
 
     logprob: float
     rank: int
@@ -202,12 +206,12 @@ class TokenLogprobs:
 
 @dataclass(slots=True, frozen=True)
 class StepResult:
-    """A finished step. `token_ids[i]` belongs to `plan.sampled[i]`.
+    """The output of a finished step. `token_ids[i]` belongs to `plan.sampled[i]`.
 
-    `logprobs[i]` is None for a row that did not ask. `prompt_logprobs[seq_id]` holds, for a
-    prefill row that asked, one entry per prompt position start+1 .. start+len that is inside the
-    prompt (the logprob of that position's token given all before it). `failures[i]`: what the
-    logits processors of row i raised; its token means nothing.
+    `logprobs[i]` is None for a row that did not ask. `prompt_logprobs[seq_id]` has one entry per
+    prompt position from start + 1 to start + len of a prefill row that asked: the logprob of that
+    position's token. `failures[i]` is what a logits processor raised for row i, whose token is
+    then meaningless.
     """
 
     token_ids: list[int]
@@ -216,23 +220,43 @@ class StepResult:
     failures: dict[int, Exception] = field(default_factory=dict)
 
 
-# What `Scheduler.finish_step` made of one sampled token: an update for the output processor. As the
-# rows come, without a class of its own: to make 256 of one costs as much as all else done to them.
+@dataclass(slots=True)
+class DeviceTimes:
+    """When the device worked on a step: seconds of `time.monotonic()`."""
+
+    started: float = 0.0
+    ended: float = 0.0
+
+
+class LaunchedStep(Protocol):
+    """A step that the device has been given: all of it, or its forward pass."""
+
+    async def wait(self) -> StepResult:
+        """The step's tokens, once it is done. Raises what the device raised."""
+        ...
+
+    def device_times(self) -> DeviceTimes:
+        """Valid after `wait`."""
+        ...
+
+
+# One new token of a sequence, from `Scheduler.finish_step` to the output processor. A plain tuple:
+# making 256 instances of a class would cost as much as all other work on them.
 TokenUpdate = tuple[Sequence, int, TokenLogprobs | None]
 
 
 @dataclass(frozen=True, slots=True)
 class SwapCost:
-    """Measured by the worker at start; decides between swapping and recomputing a sequence."""
+    """Measured by the worker at start; chooses between swapping and recomputing a sequence."""
 
-    seconds_per_page: float  # one page, in one direction
+    seconds_per_page: float  # in one direction
     seconds_per_token: float  # of prefill
-    seconds_per_state: float = 0.0  # of recurrent layers, in one direction
+    seconds_per_state: float = 0.0  # recurrent state of one sequence, in one direction
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Measured by the worker at start; decides how much prefill goes beside running decodes."""
+    """Measured by the worker at start; sets the prefill chunk of steps that also decode."""
 
-    seconds_per_step: float  # of the smallest decode step
+    seconds_per_step: float  # the smallest decode step
     seconds_per_token: float  # of prefill

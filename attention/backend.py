@@ -1,8 +1,8 @@
-"""The common part of attention backends: rows of one token first, then those of prompts.
+"""The interface of attention backends, and what they share.
 
-A backend says how heads are rotated and written, how rows of one token attend, and how prompts do.
-The runner calls `decode` where all of a step's rows have one token; else `write` and the result of
-`mixed`, by turns for each layer, because a graph may hold the one and not the other.
+A backend defines how q, k and v are rotated and written, how decodes attend, and how prefills do.
+The runner calls `decode` for decode steps. For mixed steps it alternates, per layer, between
+`write` and the result of `mixed`, as a graph may capture the one and not the other.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ AttendHeads = Callable[[AttentionLayer, torch.Tensor, torch.Tensor], None]
 
 
 class AttentionBackend(ABC):
-    """Prepares one step's attention. All methods only enqueue device work."""
+    """Prepares the attention of a step. All methods only enqueue device work."""
 
-    supports_graphs = True  # `decode` and `write` may be captured and replayed with other contents
+    supports_graphs = True  # whether `decode` and `write` can be captured
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
@@ -46,27 +46,27 @@ class AttentionBackend(ABC):
         write_slots: Sequence[torch.Tensor] | torch.Tensor,
         q: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Rotated q [tokens, num_heads, head_dim], into `q` if there is one; keys and values to
-        their pages.
+        """Write keys and values to their pages. Returns the rotated queries
+        [tokens, num_heads, head_dim], in `q` if it is given.
 
         write_slots: int64 [groups, tokens], flat positions page * block_size + offset.
         """
 
     @abstractmethod
     def attend_decodes(self, rows: DecodeRows) -> AttendHeads:
-        """Attention of rows of one token, to be called after each layer's `write`."""
+        """Attention of decodes, to be called after each layer's `write`."""
 
     @abstractmethod
     def bind_prefills(self, rows: PrefillRows, q: torch.Tensor, out: torch.Tensor) -> AttendRows:
-        """Attention of prompts from q to out, [their tokens, num_heads, head_dim]."""
+        """Attention of prefills. q, out: [their tokens, num_heads, head_dim]."""
 
     def bind_decodes(self, rows: DecodeRows, q: torch.Tensor, out: torch.Tensor) -> AttendRows:
-        """As `attend_decodes`, where all layers have the same q and out."""
+        """As `attend_decodes`, with the same q and out for all layers."""
         attend = self.attend_decodes(rows)
         return lambda layer: attend(layer, q, out)
 
     def decode(self, rows: DecodeRows) -> Attend:
-        """Attention for a step of decodes only."""
+        """Attention of a decode step."""
         write_slots, attend_rows = (
             rows.write_slots(self._cache.block_size),
             self.attend_decodes(rows),
@@ -89,10 +89,10 @@ class AttentionBackend(ABC):
         q: torch.Tensor,
         out: torch.Tensor,
     ) -> AttendRows:
-        """Attention for decodes followed by prefills, to be called after each layer's `write`.
+        """Attention of decodes followed by prefills, to be called after each layer's `write`.
 
-        q, out: [tokens, num_heads, head_dim], the same for all layers. Tokens beyond the step's
-        are padding and left alone.
+        q, out: [tokens, num_heads, head_dim], the same for all layers. Tokens after the step's are
+        padding and are not changed.
         """
         start = 0 if decodes is None else len(decodes.positions)
         end = start + prefills.num_tokens
@@ -108,13 +108,13 @@ class AttentionBackend(ABC):
         return attend
 
     def step_attention(self, max_tokens: int) -> StepAttention | None:
-        """For graphs of whole mixed steps of at most so many tokens, on the current stream; None:
-        it has none."""
+        """Attention for full graphs of mixed steps of up to `max_tokens`, on the current stream;
+        None: not supported."""
         return None
 
 
 class NoAttention(AttentionBackend):
-    """The backend of a model whose layers are all recurrent: nothing is called with a layer."""
+    """The backend of a model without attention layers."""
 
     def write(self, layer: AttentionLayer, *_: Any, **__: Any) -> torch.Tensor:
         _never(layer)

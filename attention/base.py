@@ -1,12 +1,12 @@
-"""The calls between a model and its attention, and a step's rows as a backend gets them.
+"""The interface between a model and its attention, and a step's rows as backends get them.
 
-A model calls `mixer.attend(layer, qkv, rotation)` once per layer, with the projection's output: it
-normalises and rotates the heads, writes the new keys and values to their pages and returns the
-attention output. That is one call because on a GPU all before the attention is one kernel. What
-else there is (which rows, which pages) was settled before the forward pass. A model knows no pages.
-Where a graph breaks at `attend`, the runner makes it of `write`, captured, and `mixed`, launched.
+A model calls `mixer.attend(layer, qkv, rotation)` once per layer, with the output of the
+projection. The call normalises and rotates heads, writes keys and values to their pages, and
+returns the attention output. It is one call because on a GPU one kernel does all that precedes
+attention. Rows and pages are bound before the forward pass, so the model does not know them. In
+piecewise graphs `attend` consists of a captured `write` and a launched `mixed`.
 
-Token order in a step: the decodes, one token each, then each prefill row's tokens in order.
+Token order in a step: the decodes, one token each, then the tokens of each prefill row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from asyncllm.kernels.recurrent.records import Recur, Recurrence, StateLayer
 
 
 class Mixer(Protocol):
-    """A model's access to the tokens before a step's, bound to the step's batch."""
+    """A model's access to KV cache and recurrent states, bound to a step's rows."""
 
     def attend(
         self, layer: AttentionLayer, qkv: torch.Tensor | RotatedHeads, rotation: Rotation | None
@@ -49,7 +49,7 @@ def no_recurrence(layer: StateLayer, inputs: Recurrence) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class StepMixer:
-    """A `Mixer` of a step's two halves."""
+    """A `Mixer` made of two functions."""
 
     attend: Attend
     recur: Recur = no_recurrence
@@ -57,15 +57,15 @@ class StepMixer:
 
 @dataclass(frozen=True, slots=True)
 class PrefillRows:
-    """The prefill rows of a mixed step, on the host. Row i owns tokens indptr[i]:indptr[i+1]."""
+    """The prefill rows of a mixed step, on the host. Row i has tokens indptr[i]:indptr[i+1]."""
 
     query_indptr: np.ndarray  # int32 [rows + 1]
-    kv_lens: np.ndarray  # int32 [rows], this step's tokens included
+    kv_lens: np.ndarray  # int32 [rows], including this step's tokens
     page_indptr: np.ndarray  # int32 [rows + 1]
-    pages: np.ndarray  # int32 [groups, page_indptr[-1]], 0 behind a window
+    pages: np.ndarray  # int32 [groups, page_indptr[-1]]; 0 for blocks that a window has passed
     slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # int32 [rows]
-    # int32 [saves, 3]: row; tokens before the end of which its state is kept, of all the step's;
-    # the row of the state memory. Ascending.
+    # State snapshots, int32 [saves, 3]: prefill row; end of its tokens among the step's prompt
+    # tokens; row of the state memory. Ascending.
     saves: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int32))
 
     @property
@@ -74,25 +74,22 @@ class PrefillRows:
 
 
 class StepAttention(Protocol):
-    """Attention of mixed steps that a graph holds whole: what differs from step to step is read on
-    the device, so that a captured launch serves them all.
-
-    For steps of at most `max_decodes` decodes and `max_prefills` prefill rows, these with
-    `max_pages` pages in all.
-    """
+    """Attention of mixed steps for full graphs. It reads a step's rows on the device, so a captured
+    launch serves all steps of up to `max_decodes` decodes and `max_prefills` prefill rows with up
+    to `max_pages` pages in total."""
 
     max_decodes: int
     max_prefills: int
     max_pages: int
 
     def prepare(self, num_decodes: int, prefills: PrefillRows) -> None:
-        """Set the next replay's prefill rows, which come after so many decodes."""
+        """Set the prefill rows of the next replay, which come after `num_decodes` decodes."""
         ...
 
     def bind(self, decodes: DecodeRows | None, q: torch.Tensor, out: torch.Tensor) -> AttendRows:
-        """To be called under capture, after each layer's `write`. q, out as `mixed` has them.
+        """Attention to be captured after each layer's `write`. q, out: as for `mixed`.
 
-        decodes: as many rows as there may be, those that a step has first, the others' positions
-        -1; None: for steps that have none.
+        decodes: the most decode rows of a step; unused rows come last and have position -1. None:
+        for steps without decodes.
         """
         ...

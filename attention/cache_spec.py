@@ -1,11 +1,11 @@
-"""The memory that layers need of past tokens, and its layout: groups of layers over one page pool.
+"""The KV cache layout: cache groups of layers over one page pool.
 
-Each layer declares a `CacheSpec`. Layers of equal specs hold the same blocks of a sequence and form
-groups of one size, the bundle. A page is a block of tokens for one group: in each of its layers'
-storages one page. Layer i of each group is a view of `storage[i]`, so a page serves whichever group
-takes it, and no memory is set aside for a kind of layers. With one spec there is one group of all
-layers: each layer has a storage of its own. Without layers (all are recurrent, state_cache.py)
-there is a group whose pages have no bytes: they count tokens and name the blocks of a prefix.
+Each layer declares a `CacheSpec`. Layers with equal specs hold the same blocks of a sequence and
+are divided into groups of equal size, the bundle. A page holds a block of tokens of all layers of a
+group. Layer i of each group is a view of `storage[i]`, so any group can use any page, and no memory
+is reserved for a kind of layers. With a single spec, all layers are one group and each has a
+storage. Without attention layers (state_cache.py) there is one group whose pages have no bytes:
+they count tokens and identify the blocks of a prefix.
 
     4 windows, 2 full      storage 0   storage 1
     group 0 (window)       layer 0     layer 1        a page of the pool is a row through
@@ -24,14 +24,14 @@ import torch
 from asyncllm.attention.base import AttentionLayer
 from asyncllm.cache_group import CacheGroup
 
-MAX_EMPTY_PAGES = 1 << 16  # of no bytes
-MAX_GROUPS = 8  # each costs a block table, and a page where a sequence takes one
+MAX_EMPTY_PAGES = 1 << 16  # pages without bytes
+MAX_GROUPS = 8  # each has a block table, and takes at least a page per sequence
 WORD_BYTES = 8  # pages are moved as int64
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """The part of a page that one layer fills. `window`: for how long it is kept, None: always."""
+    """A layer's part of a page. window: tokens for which it is kept; None: always."""
 
     page_shape: tuple[int, ...]
     dtype: torch.dtype
@@ -43,14 +43,15 @@ class CacheSpec:
 
 
 def spec_of(layer: AttentionLayer, block_size: int, dtype: torch.dtype) -> CacheSpec:
-    """Keys and values [2, block_size, num_kv_heads, head_dim], latents [block_size, head_dim]."""
+    """Pages of keys and values [2, block_size, num_kv_heads, head_dim], or of latents
+    [block_size, head_dim]."""
     if layer.latent_dim is not None:
         return CacheSpec((block_size, layer.head_dim), dtype, layer.window)
     return CacheSpec((2, block_size, layer.num_kv_heads, layer.head_dim), dtype, layer.window)
 
 
 class CacheLayout:
-    """Which layers share a group and which a storage; by a layer's index."""
+    """The group and the storage of each layer, by the layer's index."""
 
     def __init__(
         self, layers: Sequence[AttentionLayer], block_size: int, dtype: torch.dtype
@@ -79,7 +80,7 @@ class CacheLayout:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all storages."""
+        """Bytes of a page in all storages."""
         return self.num_storages * self.page_words * WORD_BYTES
 
     def num_pages_in(self, num_bytes: int) -> int:
@@ -94,8 +95,9 @@ class CacheLayout:
 
 
 def _bundle_size(counts: dict[CacheSpec, int]) -> int:
-    """Layers of a group, for so many layers of each spec: of the sizes with few groups the one
-    with least empty places in groups that keep every block, then in all; the largest of equals."""
+    """The number of layers per group. counts: layers of each spec. Of all sizes that give at most
+    MAX_GROUPS, it has the fewest unused places in groups without a window, then in all groups; the
+    largest such size."""
 
     def num_places(size: int, which: Iterable[CacheSpec]) -> int:
         return sum(-(-counts[spec] // size) for spec in which) * size

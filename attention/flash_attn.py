@@ -1,7 +1,7 @@
-"""Attention by the flash-attn package (FlashAttention 2): a second opinion on CUDA.
+"""Attention by the flash-attn package (FlashAttention 2), an alternative on CUDA.
 
-Its paged kernels take pages of a multiple of 256 tokens only, so it needs --block-size 256. Slower
-than FlashInfer on Hopper; it reads the same KV layout. Tested with flash-attn 2.8.3.
+Its paged kernels need pages of a multiple of 256 tokens, so --block-size 256. It is slower than
+FlashInfer on Hopper, and uses the same KV layout. Tested with flash-attn 2.8.3.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class FlashAttnAttention(AttentionBackend):
 
 
 def _window(layer: AttentionLayer) -> tuple[int, int]:
-    """(left, right) as flash-attn counts: the token itself is not part of `left`."""
+    """flash-attn's (left, right); the token itself is not part of `left`."""
     return (-1, -1) if layer.window is None else (layer.window - 1, 0)
 
 

@@ -1,7 +1,7 @@
-"""From a merged projection to rotated heads, in plain torch: the reference for rope_kv_write.
+"""Rotated heads from a merged projection, in torch: the reference for rope_kv_write.
 
-In half precision the norm is rounded before the multiplication by its weight, as transformers does;
-the rotation stays in float32 until its result is rounded, as CUDA kernels do.
+In half precision the norm is rounded before the multiplication by its weight, as in transformers.
+The rotation is computed in float32 and rounded at the end, as CUDA kernels do.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from asyncllm.attention.base import AttentionLayer, RotatedHeads, Rotation
 def rotated_heads(
     layer: AttentionLayer, qkv: torch.Tensor | RotatedHeads, rotation: Rotation | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split q [tokens, num_heads, head_dim], k and v [tokens, num_kv_heads, head_dim]; normalise q
-    and k where the layer does so, and rotate them. v is a view. Rotated heads are only padded."""
+    """q [tokens, num_heads, head_dim], k and v [tokens, num_kv_heads, head_dim], where q and k are
+    normalised, if the layer has q and k norms, and rotated. v is a view. `RotatedHeads` are only
+    padded."""
     if isinstance(qkv, RotatedHeads):
         return _padded_q(layer, qkv), _padded(layer, qkv.k), _padded(layer, qkv.v)
     assert rotation is not None
@@ -29,13 +30,13 @@ def rotated_heads(
 
 
 def _padded(layer: AttentionLayer, x: torch.Tensor) -> torch.Tensor:
-    """[T, heads, dim] -> [T, the layer's KV heads, its dim]."""
+    """[T, heads, dim] -> [T, the layer's KV heads, the layer's head_dim]."""
     more_heads, more_dims = layer.num_kv_heads - x.shape[1], layer.head_dim - x.shape[2]
     return F.pad(x, (0, more_dims, 0, more_heads)) if more_heads or more_dims else x
 
 
 def _padded_q(layer: AttentionLayer, heads: RotatedHeads) -> torch.Tensor:
-    """[T, the layer's heads, its dim]."""
+    """q, padded to [T, the layer's heads, the layer's head_dim]."""
     q, group = heads.q, layer.num_heads // layer.num_kv_heads
     if q.shape[1:] == (layer.num_heads, layer.head_dim):
         return q
@@ -49,10 +50,10 @@ def _padded_q(layer: AttentionLayer, heads: RotatedHeads) -> torch.Tensor:
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, centered: bool = False
 ) -> torch.Tensor:
-    """x / rms(x) * weight over the last dimension, computed in float32, as a new tensor.
+    """x / rms(x) * weight over the last dimension, computed in float32: a new tensor.
 
-    A weight of x's dtype multiplies what was rounded, one in float32 what is rounded then.
-    centered: of x less its mean.
+    The norm is rounded before the multiplication by a weight of x's dtype, and after that by one in
+    float32. centered: subtract the mean of x first.
     """
     x32 = x.float()
     if centered:
@@ -62,13 +63,13 @@ def rms_norm(
 
 
 def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """1 / sqrt(mean(x^2) + eps) over the last dimension, kept: [..., size] -> [..., 1], float32."""
+    """1 / sqrt(mean(x^2) + eps) over the last dimension: [..., size] -> [..., 1], float32."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
 
 
 def rotate(q: torch.Tensor, k: torch.Tensor, rotation: Rotation) -> None:
-    """In place on q and k, [tokens, heads, head_dim]; rows may be strided."""
+    """Rotate q and k, [tokens, heads, head_dim], in place; rows may be strided."""
     half = rotation.cos_sin.shape[-1] // 2
     table = rotation.cos_sin.index_select(0, rotation.rows).unsqueeze(1)  # [tokens, 1, 2 * half]
     cos, sin = table.split(half, dim=-1)

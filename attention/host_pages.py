@@ -1,8 +1,8 @@
-"""The pinned host memory of swapped pages, allocated by a thread of its own.
+"""The pinned host memory of swapped pages, allocated in a thread.
 
-Where the driver allocates what it pins, all other threads stand still: two seconds for 4 GiB, in
-which none gets a fresh page of this process's address space. So the memory is the process's own, is
-made to be there first, and then pinned. `tensor` waits for it.
+If the driver allocates pinned memory, all other threads that need new memory are blocked, for two
+seconds with 4 GiB. So the process maps the memory itself, touches it, and then pins it. `tensor`
+waits for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NUM_TOUCHING = 4  # threads
 
 
 class HostPages:
-    """[num_pages, *page] of `dtype`, its contents undefined; pinned where the device is CUDA."""
+    """A tensor of this shape and dtype with undefined contents; pinned if the device is CUDA."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         def allocate() -> torch.Tensor:
@@ -27,28 +27,28 @@ class HostPages:
             if device.type != "cuda" or num_bytes == 0:
                 return torch.empty(shape, dtype=dtype)
             memory = None
-            with suppress(OSError, RuntimeError):  # no such memory, or none that may be pinned
+            with suppress(OSError, RuntimeError):  # not enough memory, or pinning is not allowed
                 memory = _pin(num_bytes)
-            if memory is None:  # what could not be pinned is given back by now
+            if memory is None:
                 return _pinned_by_driver(num_bytes).view(dtype).view(shape)
-            # An open request holds no page here by then: a worker drains before it lets go.
+            # No copy is under way then, as a worker drains before it closes.
             weakref.finalize(self, _unpin, memory).atexit = False
             return memory.view(dtype).view(shape)
 
         thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-pin")
         self._tensor = thread.submit(allocate)
-        thread.shutdown(wait=False)  # it ends with its work
+        thread.shutdown(wait=False)  # ends when it is done
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Raises `RuntimeError` where there is no such memory."""
+        """The tensor, once it is allocated. Raises `RuntimeError` if that fails."""
         return self._tensor.result()
 
 
 def _pin(num_bytes: int) -> torch.Tensor:
-    """uint8 [num_bytes], of large pages where the kernel has some. Raises where it cannot be."""
+    """Pinned memory, uint8 [num_bytes], of huge pages if possible. Raises if it cannot be had."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A child would make it copied when written, away from where the device reads it.
+    # A forked child would cause copy-on-write, and the device would read the old page.
     memory.madvise(mmap.MADV_DONTFORK)
     memory.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
@@ -61,7 +61,7 @@ def _pin(num_bytes: int) -> torch.Tensor:
 
 
 def _touch(memory: torch.Tensor) -> None:
-    """Makes it be there, without the GIL."""
+    """Have the kernel allocate the memory, without the GIL."""
     ctypes.memset(memory.data_ptr(), 0, memory.nbytes)
 
 

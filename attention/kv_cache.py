@@ -1,18 +1,17 @@
-"""The pages of past tokens: tensors on the device, one pinned host tensor for swapped pages.
+"""The KV cache: tensors on the device, and one pinned host tensor for swapped pages.
 
     storages[i]  [num_pages, words]             int64
     host         [num_host_pages, num_storages, words]
     layers[i]    [num_pages, 2 (key, value), block_size, num_kv_heads, head_dim], views of storages;
                  of latents [num_pages, block_size, head_dim]
 
-Which layer has which storage is the layout's to say (cache_spec.py). That of keys and values
-("NHD" to FlashInfer) is the one that all backends read. A host page holds a page of each storage,
-so that a swap is one contiguous copy per page. Page 0 is padding: anything may write its first
-position, nothing the others. Zeroed at the start: attention over padded rows multiplies by 0, and 0
-times garbage could be NaN.
+cache_spec.py assigns storages to layers. All backends read the same layout of keys and values
+("NHD" in FlashInfer). A host page holds a page of each storage, so a swap is one contiguous copy
+per page. Page 0 is padding: only its first position may be written. Pages are zero at the start,
+because attention multiplies padding by 0, and 0 times garbage may be NaN.
 
-In FP8 a layer's keys and values are stored divided by its scales (`KVScales`); what is read is
-multiplied by them, in the scores and in the output.
+In FP8, keys and values are stored divided by their layer's scales (`KVScales`), which multiply
+scores and output.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ class KVCache:
         host_pages: HostPages | None = None,
         scales: KVScales | None = None,
     ) -> None:
-        """`num_pages` counts the padding page. scales: of FP8."""
+        """num_pages: including the padding page. scales: for FP8."""
         self.scales = scales or KVScales.ones(len(layout.specs))
         self.block_size = layout.block_size
         self.num_pages = num_pages
-        self.group_of = layout.group_of  # by a layer's index
+        self.group_of = layout.group_of  # by layer index
         self.num_groups = layout.num_groups
         self.device = device
         shape = (num_pages, layout.page_words)
@@ -66,7 +65,7 @@ class KVCache:
             .unflatten(1, spec.page_shape)
             for spec, place in zip(layout.specs, layout.storage_of, strict=True)
         ]
-        # Of layers without latents, views [num_pages, block_size, num_kv_heads, head_dim].
+        # For layers without latents: views [num_pages, block_size, num_kv_heads, head_dim].
         self.keys_values = [(layer[:, 0], layer[:, -1]) for layer in self.layers]
         self._host_pages = host_pages or HostPages(layout.host_shape(0), torch.int64, device)
 
@@ -76,12 +75,12 @@ class KVCache:
 
     @property
     def host(self) -> torch.Tensor:
-        """Waits, the first time, for the memory to be there."""
+        """The host pages. The first call waits for their allocation."""
         return self._host_pages.tensor
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Plain-torch write of [tokens, kv_heads, head_dim] to flat positions page * block + i. Of
-        a latent v is not written."""
+        """Write k and v, [tokens, kv_heads, head_dim], to flat positions page * block_size + i.
+        Latents have no v."""
         cache = self.layers[layer]
         page, offset = slots // self.block_size, slots % self.block_size
         if cache.dtype.itemsize == 1:
@@ -95,8 +94,8 @@ class KVCache:
         cache[page, 1, offset] = v
 
     def read(self, layer: int, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[*pages, 2, block_size, num_kv_heads, head_dim], or what a latent has, of these pages, in
-        `dtype`; what is FP8 still divided by the scales."""
+        """The contents of these pages in `dtype`: [*pages, 2, block_size, num_kv_heads, head_dim],
+        or latents [*pages, block_size, head_dim]. FP8 scales are not applied."""
         return self.layers[layer][pages].to(dtype)
 
     def scales_of(self, layer: int) -> tuple[float, float]:
@@ -104,21 +103,21 @@ class KVCache:
         return self.scales.keys[layer], self.scales.values[layer]
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """(from, to) on the device, all reads before all writes."""
+        """Copy pages (from, to) on the device; all reads come before all writes."""
         if pairs:
             source, target = (self._indices(list(pages)) for pages in zip(*pairs, strict=True))
             for storage in self.storages:
                 storage[target] = storage[source]
 
     def clear_pages(self, pages: Sequence[int]) -> None:
-        """Zeros, as at the start, on the current stream."""
+        """Zero pages, on the current stream."""
         if pages:
             indices = self._indices(list(pages))
             for storage in self.storages:
                 storage.index_fill_(0, indices, 0)
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """(device page, host page), on the current stream."""
+        """Copy (device page, host page), on the current stream."""
         if not self.storages:
             return
         for start in range(0, len(pairs), SWAP_CHUNK_PAGES):
@@ -129,7 +128,7 @@ class KVCache:
                 self.host[host_page].copy_(gathered[i], non_blocking=True)
 
     def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """(host page, device page), on the current stream."""
+        """Copy (host page, device page), on the current stream."""
         if not self.storages:
             return
         for start in range(0, len(pairs), SWAP_CHUNK_PAGES):
@@ -148,14 +147,13 @@ class KVCache:
 
 
 def _as_fp8(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """Cut off where it does not fit: infinity and NaN would spoil a whole row."""
+    """Clamped to the range of `dtype`: infinity or NaN would spoil a whole row."""
     most = torch.finfo(dtype).max
     return (x.float() / scale).clamp_(-most, most).to(dtype)
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """int64. On the CPU numpy's zeros, which the kernel gives page by page when touched, not at
-    once."""
+    """int64 zeros. On the CPU from numpy, whose memory is allocated when it is touched."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=torch.int64, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape), np.int64)).view(shape)

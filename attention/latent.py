@@ -1,7 +1,7 @@
-"""Attention of models whose layers all keep latents (MLA), by a Triton kernel of ours.
+"""Attention of latents (MLA) on CUDA, by our Triton kernel.
 
-Decodes find their rows on the device and need no plan, so they are captured; the rows of prompts
-are copied there once for all layers.
+Decodes read their rows on the device and need no plan, so they can be captured. The rows of
+prefills are copied to the device once per step.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from asyncllm.attention.uploaded_rows import RowsUpload
 from asyncllm.kernels.declaration import num_sms
 from asyncllm.kernels.latent_attention.kernel import attend_latents
 
-NUM_UPLOADS = 2  # steps that may be between upload and completion: one running, one launched ahead
+NUM_UPLOADS = 2  # one of the running step, one of the step launched ahead
 
 
 class _Rows(NamedTuple):
-    """As `attend_latents` takes them."""
+    """The rows' arguments of `attend_latents`."""
 
     pages: torch.Tensor
     page_indptr: torch.Tensor
@@ -42,7 +42,7 @@ class _Rows(NamedTuple):
 
 
 class LatentPages(AttentionBackend):
-    """For layers with `latent_dim`, of one cache group and without a window."""
+    """For layers with `latent_dim`, in one cache group and without a window."""
 
     def __init__(self, cache: KVCache) -> None:
         super().__init__(cache)

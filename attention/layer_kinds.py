@@ -1,7 +1,7 @@
-"""A model's layers grouped by their constants.
+"""Groups a model's layers by their constants.
 
-Kernels are compiled, planned and bound for constants, so those are chosen per kind and not per
-model: where full attention alternates with windows, each runs its best kernel in the same step.
+Kernels are compiled, planned and bound for constants, so they are chosen per kind of layer: if full
+attention alternates with windows, each kind runs its best kernel.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 class LayerKinds:
-    """A model's kinds, numbered in the order in which its layers have them first."""
+    """A model's kinds of layers, numbered in the order of their first layers."""
 
     def __init__(
         self, layers: Sequence[AttentionLayer], group_of: Sequence[int] | None = None
     ) -> None:
-        """group_of: each layer's cache group, by its index; None: they have one."""
+        """group_of: each layer's cache group, by layer index; None: there is one group."""
         found: dict[tuple[object, ...], list[AttentionLayer]] = {}
-        for layer in layers:  # neither index nor weights of norms, sinks and slopes decide anything
+        for layer in layers:  # all constants but the index and the values of tensors
             heads = layer.num_heads, layer.num_kv_heads, layer.head_dim
             scores = layer.scale, layer.window, layer.soft_cap
             has = layer.sinks is not None, layer.slopes is not None
@@ -35,11 +35,12 @@ class LayerKinds:
             index: (number, group_of[index] if group_of else 0)
             for index, number in self.number_of.items()
         }
-        self.pairs = list(dict.fromkeys(pairs.values()))  # kinds with the groups they are in
+        self.pairs = list(dict.fromkeys(pairs.values()))  # all (kind, group)
         self._pair_of = {index: self.pairs.index(pair) for index, pair in pairs.items()}
 
     def select(self, bind: Callable[[int, int], Callable[..., T]]) -> Callable[..., T]:
-        """One call from `bind`'s for each kind and group; the first argument is the layer."""
+        """Call `bind` for each (kind, group). The result dispatches on its first argument, the
+        layer."""
         calls = [bind(kind, group) for kind, group in self.pairs]
         if len(calls) == 1:
             return calls[0]

@@ -1,10 +1,10 @@
-"""The lists by which FA3's prefill kernel works, of one step after another, brought in one copy.
+"""Fills the work lists of FA3's prefill kernel for full graphs, with one copy per step.
 
-FlashInfer's planner copies lists for the most rows that there may be. Ours lie below each other
-like the rows of a matrix, whose first columns a step fills and one copy takes. Its last row is what
-the step reads of prompts: the pages travel with the lists.
+FlashInfer's planner copies lists of the maximal size. Here the lists are the rows of a matrix: a
+step fills the first columns, and one copy transfers these. The matrix' last row holds the prefill
+rows, so pages are part of the copy.
 
-Knows what the kernel reads, as FlashInfer 0.6.12 has it, and not how it is launched.
+This file knows the format of the lists in FlashInfer 0.6.12, but not how the kernel is launched.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from asyncllm.attention.rotating_buffers import RotatingBuffers
 from asyncllm.kernels.declaration import Launch
 from asyncllm.kernels.prefill_lists import KERNEL, Args
 
-NUM_BUFFERS = 2  # steps between plan and completion: one running, one launched ahead
-LINE_WORDS = 32  # a list begins with a line of the cache
-# The lists in the order of memory: where each block's tiles end, then an entry for each tile.
+NUM_BUFFERS = 2  # one of the running step, one of the step launched ahead
+LINE_WORDS = 32  # lists are aligned to cache lines
+# The lists in memory order: the end of each block's tiles, then lists with an entry per tile.
 BLOCK_ENDS, HEADS, TILES, QUERY_STARTS, PAGE_STARTS, QUERY_LENS, KV_LENS = range(7)
 NUM_LISTS = 7
-# As FlashInfer's PrefillPlanSM90Info has them. Its last says which row a tile is of: the kernel
-# looks at it for what we do not use, so it may be any list.
+# The order of FlashInfer's PrefillPlanSM90Info. The last one, the row of each tile, is read for
+# features that we do not use, so it may be any list.
 PLAN_ORDER = (
     TILES, QUERY_STARTS, PAGE_STARTS, QUERY_LENS, KV_LENS, HEADS, BLOCK_ENDS, TILES,
 )  # fmt: skip
-HEADS_SHARE = 0  # of the same plan: each head has tiles of its own
+HEADS_SHARE = 0  # same_schedule_for_all_heads: each head has tiles of its own
 
 
 def tile_size(head_dim: int) -> int:
-    """Queries of a tile."""
+    """The number of queries in a tile."""
     return 192 if head_dim == 64 else 128
 
 
 class Limits(NamedTuple):
-    """The most that a step's prompts have."""
+    """The most tokens, rows and pages of a step's prefills."""
 
     tokens: int
     rows: int
@@ -46,14 +46,14 @@ class Limits(NamedTuple):
 
 
 class _Buffer(NamedTuple):
-    """Pinned memory: the lists, to which `args` points, and behind them the rows."""
+    """Pinned memory: the lists, at the address in `args`, followed by the rows."""
 
     args: Args
-    rows: np.ndarray  # int32: query_indptr, kv_lens, page_indptr, pages, with nothing between
+    rows: np.ndarray  # int32: query_indptr, kv_lens, page_indptr, pages, without gaps
 
 
 class PrefillLists:
-    """The lists of one step after another, always at the same places on the device."""
+    """The lists of the current step, always at the same addresses on the device."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class PrefillLists:
         device: torch.device,
         stream: int,
     ) -> None:
-        """num_blocks: of the kernel, one for each SM. stream: on which it is run."""
+        """num_blocks: blocks of the kernel, one per SM. stream: the stream that it runs on."""
         tile = tile_size(layer.head_dim)
         max_tiles = -(-limits.tokens // tile) + limits.rows - 1  # of one head
         max_words = max(max_tiles * layer.num_heads, num_blocks + 1)
@@ -85,22 +85,22 @@ class PrefillLists:
                 tile=tile,
                 blocks=num_blocks,
             )
-            return _Buffer(args, memory.numpy()[self._rows_start :])  # which keeps the memory
+            return _Buffer(args, memory.numpy()[self._rows_start :])  # keeps the memory alive
 
         self._buffers = RotatingBuffers([buffer() for _ in range(NUM_BUFFERS)], device)
 
     @property
     def workspace(self) -> torch.Tensor:
-        """uint8: `places` are offsets in it."""
+        """The lists as uint8; `places` are byte offsets in it."""
         return self._words.view(torch.uint8)
 
     @property
     def pages(self) -> torch.Tensor:
-        """int32: a row's are those from its PAGE_STARTS on."""
+        """The rows' memory, int32. PAGE_STARTS has the index of each row's first page in it."""
         return self._words[self._rows_start :]
 
     def prepare(self, num_decodes: int, prefills: PrefillRows) -> None:
-        """Enqueue the lists of these rows, whose tokens come after so many of decodes."""
+        """Enqueue the lists of these rows, whose tokens come after `num_decodes` decodes."""
         kv_lens, (pages,) = prefills.kv_lens, prefills.pages
         num_rows = len(kv_lens)
         rows = (prefills.query_indptr, kv_lens, prefills.page_indptr, pages)

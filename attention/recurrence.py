@@ -1,10 +1,10 @@
-"""The recurrences in plain torch, in float32: the CPU's, and the reference for every kernel.
+"""Recurrences in torch, in float32: for the CPU, and as the reference for kernels.
 
-`step` moves many sequences on by one token each, `run` one sequence by several. Neither changes the
-state that it is given. Where all of a head's state decays alike `run` takes a chunk of tokens at a
-time, between which there are products of matrices [tokens, tokens] (Mamba 2's "state space
-duality", and the WY form of the delta rule); else token by token, as `run_by_token`. A decay from
-one token to another is a sum of logarithms, never a difference of two such sums, which cancels.
+`step` advances many sequences by one token each, `run` one sequence by several. Neither changes its
+input state. If a head's whole state has the same decay, `run` processes chunks of tokens by matrix
+products [tokens, tokens] (Mamba 2's state space duality, and the WY form of the delta rule);
+otherwise it goes token by token, as `run_by_token`. A decay between two tokens is a sum of
+logarithms, never a difference of two cumulative sums, which would lose precision.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asyncllm.kernels.recurrent.records import (
 )
 
 Moved = tuple[torch.Tensor, torch.Tensor]  # output, new state
-CHUNK = 32  # tokens; of 16 to 128 the fastest on a CPU
+CHUNK = 32  # tokens; the fastest on a CPU, of 16 to 128
 
 
 def tokens_of(inputs: Recurrence, rows: slice) -> Recurrence:
@@ -39,7 +39,7 @@ def num_tokens(inputs: Recurrence) -> int:
 
 
 def new_output(inputs: Recurrence) -> torch.Tensor:
-    """Uninitialised, as `Recur` has it."""
+    """The uninitialised output of a recurrence, as `Recur` returns it."""
     match inputs:
         case Convolution(x):
             return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -50,7 +50,7 @@ def new_output(inputs: Recurrence) -> torch.Tensor:
 
 
 def step(inputs: Recurrence, state: torch.Tensor) -> Moved:
-    """Token i moves state[i]: [T, *state_shape]."""
+    """Token i advances state[i]: [T, *state_shape]."""
     match inputs:
         case Convolution():
             window = torch.cat((state, inputs.x[:, :, None].to(state.dtype)), dim=2)
@@ -62,7 +62,7 @@ def step(inputs: Recurrence, state: torch.Tensor) -> Moved:
 
 
 def run(inputs: Recurrence, state: torch.Tensor) -> Moved:
-    """All tokens move `state`, [*state_shape]."""
+    """All tokens advance `state`, [*state_shape]."""
     if isinstance(inputs, Convolution):
         window = torch.cat((state, inputs.x.T.to(state.dtype)), dim=1)[None]
         num_kept = state.shape[1]
@@ -124,13 +124,13 @@ def _scan_chunk(inputs: SelectiveScan, state: torch.Tensor) -> Moved:
 
 
 def _delta_chunk(inputs: DeltaRule, state: torch.Tensor) -> Moved:
-    """As a token adds to the state what depends on those before it, this solves a triangular
+    """A token's update depends on the updates of the tokens before it, so this solves a triangular
     system [T, T] for each head."""
     num_heads = inputs.v.shape[1]
     v, beta = (each.float().transpose(0, 1) for each in (inputs.v, inputs.beta[..., None]))
     q, k = (_to_heads(each.float(), num_heads).transpose(0, 1) for each in (inputs.q, inputs.k))
     decays, since_start = _decays(inputs.g.float().T)
-    beside = beta * (k @ k.mT) * decays  # of its diagonal, and above, nothing is read
+    beside = beta * (k @ k.mT) * decays  # only entries below the diagonal are read
     alone = beta * (v - since_start * (k @ state))
     added = torch.linalg.solve_triangular(beside, alone, upper=False, unitriangular=True)
     out = torch.baddbmm(since_start * (q @ state), (q @ k.mT) * decays, added)
@@ -140,8 +140,8 @@ def _delta_chunk(inputs: DeltaRule, state: torch.Tensor) -> Moved:
 
 
 def _decays(logs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """logs [H, T] -> what is left at token t of what came with s, 0 before it: [H, t, s]; and of
-    the state before the chunk: [H, T, 1]."""
+    """Decays from log decays [H, T]: from token s to token t, [H, t, s], 0 for t < s; and from the
+    state before the chunk, [H, T, 1]."""
     every = logs.new_ones(logs.shape[1], logs.shape[1], dtype=torch.bool)
     sums = logs[:, :, None].masked_fill(every.triu(), 0.0).cumsum(1)
     return sums.masked_fill_(every.triu(1), -torch.inf).exp_(), logs.cumsum(1).exp_()[..., None]

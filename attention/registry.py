@@ -1,4 +1,4 @@
-"""The attention backend that a configuration gets."""
+"""Selects the attention backend of a configuration."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from asyncllm.config import AttentionBackendName
 
 logger = logging.getLogger("asyncllm")
 
-# Those whose packages are optional and slow to import: only the one that is asked for is.
+# Backends of optional packages, which are slow to import: only the selected one is imported.
 MODULES = {
     "flashinfer": "asyncllm.attention.flashinfer.backend",
     "flash_attn": "asyncllm.attention.flash_attn",
 }
-FP8_CAPABILITY = (8, 9)  # has instructions that convert it
+FP8_CAPABILITY = (8, 9)  # has instructions to convert FP8
 
 
 def resolve_backend(
     name: AttentionBackendName, device: torch.device, is_fp8: bool = False
 ) -> AttentionBackendName:
-    """Settle `auto`: FlashInfer on CUDA where it is installed, and converts what pages hold, else
-    torch.
+    """Resolve `auto`: FlashInfer on CUDA, if it is installed and the device can convert an FP8 KV
+    cache, else torch.
 
-    Raises `ValueError` naming the flag where the backend cannot run here.
+    Raises `ValueError` naming the flag if the backend cannot run here.
     """
     if is_fp8 and name == "flash_attn":
         raise ValueError(f"attention_backend {name} has no FP8 KV cache: pass auto")
@@ -49,10 +49,10 @@ def resolve_backend(
 
 
 def import_backend(name: AttentionBackendName, *, or_torch: bool = False) -> AttentionBackendName:
-    """Import now what `build_backend` would: it takes seconds, in which threads compile kernels.
+    """Import what `build_backend` needs, which takes seconds, while threads compile kernels.
 
-    Returns what it has imported. What cannot be is a `ValueError` naming the flag, or, `or_torch`,
-    a warning.
+    Returns the imported backend. If the import fails, raises `ValueError` naming the flag, or with
+    `or_torch` logs a warning and returns torch.
     """
     try:
         if name != "torch":
@@ -71,9 +71,9 @@ def build_backend(
     layers: list[AttentionLayer],
     dtype: torch.dtype,
 ) -> AttentionBackend:
-    """The backend over `cache`; `name` as `resolve_backend` returned it; dtype: of queries.
+    """The backend for `cache`. name: as returned by `resolve_backend`. dtype: of queries.
 
-    Raises `ValueError` where the layers have what the backend does not do.
+    Raises `ValueError` if the layers have features that the backend does not support.
     """
     if not layers and name != "torch":
         return NoAttention(cache)

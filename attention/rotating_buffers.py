@@ -1,8 +1,8 @@
-"""Host buffers that are used in rotation, because the device reads them later.
+"""Host buffers used in rotation, because the device reads them later.
 
-A step launched ahead must not overwrite what the step before has not read yet. So a buffer has an
-event for the copies out of it, and is written again only after that. With more buffers than steps
-in flight nobody waits: the step that had this one is over.
+A step launched ahead must not overwrite inputs that the step before has not read yet. So each
+buffer has an event after its copies, and is written again only after that event. With more buffers
+than steps in flight there is no waiting, as the step that last used a buffer is finished.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 
 class RotatingBuffers(Generic[T]):
-    """`with buffers as buffer:` write to the next one, and enqueue all that will read it on the
-    current stream. A CPU has read it by then.
+    """In `with buffers as buffer:`, write the buffer and enqueue all work that reads it, on the
+    current stream. On a CPU that work is done at once.
 
-    Events are `torch.Event`s: `torch.cuda.Event` looks the current stream up in Python, which takes
-    five times as long as to record it.
+    It uses `torch.Event`, as `torch.cuda.Event` looks up the current stream in Python, which takes
+    five times as long as recording.
     """
 
     def __init__(self, buffers: Sequence[T], device: torch.device) -> None:

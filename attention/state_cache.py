@@ -1,13 +1,13 @@
-"""The states of recurrent layers: one row of memory for each slot and each snapshot.
+"""The states of recurrent layers: a row of memory per slot and per snapshot.
 
-A state has one size however long its sequence is, so it is not paged: row i is slot i's, and those
-behind the slots are snapshots of prefixes, from which a later request of the same prefix goes on.
+A state's size does not depend on the length of its sequence, so it is not paged: row i belongs to
+slot i. Rows after the slots' are snapshots of prefixes, from which later requests can continue.
 
     rows       [slots + snapshots, bytes]   uint8
     host       [num_host_rows, bytes]       of swapped sequences, pinned
     layers[i]  [slots + snapshots, *shape]  views of rows
 
-Row 0 is padding: always zeros, which is what a new sequence starts from.
+Row 0 is padding and always zero; new sequences start from it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from asyncllm.kernels.recurrent.records import Recur, Recurrence, StateLayer
 from asyncllm.step_plan import StateMoves
 
 ALIGNMENT = 128  # bytes, of each layer's state in its row
-MAX_COPIED_BYTES = 128 << 20  # of rows at a time
+MAX_COPIED_BYTES = 128 << 20  # at a time
 
 
 class StateLayout:
-    """Where each layer's state lies in a row."""
+    """The offset of each layer's state in a row."""
 
     def __init__(self, layers: Sequence[StateLayer]) -> None:
         self.layers = layers
@@ -56,7 +56,7 @@ class StateCache:
         self._host = HostPages((host_rows, layout.row_bytes), torch.uint8, device)
 
     def before_step(self, moves: StateMoves) -> None:
-        """Move into the slots what a step's forward pass finds there."""
+        """Do the moves that come before a step's forward pass."""
         for slot, host_row in moves.swap_out:
             self._host.tensor[host_row].copy_(self._rows[slot], non_blocking=True)
         self._copy(moves.save)
@@ -68,8 +68,8 @@ class StateCache:
         self._copy(moves.fork)
 
     def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """(from, to); no row is both. Some at a time, as what is copied is in between in memory of
-        its own."""
+        """Copy rows (from, to); no row is both. It copies some at a time, as each copy needs
+        temporary memory."""
         if not pairs:
             return
         places = torch.tensor(pairs, dtype=torch.int64, pin_memory=self._rows.is_cuda)
@@ -80,24 +80,24 @@ class StateCache:
 
 
 class StateBackend(Protocol):
-    """The recurrences of a step's rows over the cache. Only enqueues device work."""
+    """Runs recurrences of a step's rows on the cached states. Only enqueues device work."""
 
     @property
     def cache(self) -> StateCache: ...
 
     def decode(self, slots: torch.Tensor) -> Recur:
-        """Recurrences of one token for each of `slots`, int32 [rows]; the padding slot stays as it
-        is. May be captured and replayed with other slots."""
+        """Recurrences of one token for each of `slots`, int32 [rows]; the padding slot does not
+        change. Can be captured and replayed with other slots."""
         ...
 
     def mixed(self, decode_slots: torch.Tensor, prefills: PrefillRows) -> Recur:
-        """Recurrences of decodes, then of prompts."""
+        """Recurrences of decodes, then of prefills."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TorchStates:
-    """By torch: the CPU's, and the reference."""
+    """The implementation in torch: for the CPU, and as the reference."""
 
     cache: StateCache
 
@@ -133,7 +133,8 @@ class TorchStates:
 
 
 def pieces_of(prefills: PrefillRows) -> list[tuple[int, int, int, int]]:
-    """(prefill row, first token, end, row of the snapshot of what comes out, or 0), in order."""
+    """Pieces between snapshots: (prefill row, first token, end, row of the snapshot at the end, or
+    0), in order."""
     pieces: list[tuple[int, int, int, int]] = []
     for i in range(len(prefills.slots)):
         start, end = prefills.query_indptr[i : i + 2].tolist()

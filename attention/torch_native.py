@@ -1,7 +1,7 @@
-"""Attention in plain torch: the CPU's backend, and the reference for every other.
+"""Attention in torch: the backend for CPUs, and the reference for all others.
 
 It gathers each row's pages and calls scaled_dot_product_attention: decodes as one padded batch,
-prefills row by row. Clear before fast; no kernel of its own.
+prefills row by row. It is written for clarity, not for speed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class TorchAttention(AttentionBackend):
     def _attend_prefill(
         self, layer: AttentionLayer, q: torch.Tensor, pages: torch.Tensor, kv_len: int
     ) -> torch.Tensor:
-        """q [tokens, heads, dim], the last `tokens` of kv_len positions: [tokens, heads, dim]."""
+        """Attention of q [tokens, heads, dim], the last ones of kv_len positions, in the same
+        shape."""
         keys, values = (x[:, :kv_len].unsqueeze(0) for x in self._gather(layer, pages, q.dtype))
         positions = torch.arange(kv_len - q.shape[0], kv_len, device=q.device).unsqueeze(0)
         out = self._attention(layer, q.transpose(0, 1).unsqueeze(0), keys, values, positions)
@@ -81,7 +82,7 @@ class TorchAttention(AttentionBackend):
         values: torch.Tensor,
         positions: torch.Tensor,
     ) -> torch.Tensor:
-        """As `_attention`, by the cache's scales."""
+        """`_attention` with the scales of an FP8 cache."""
         scales, index = self._cache.scales, layer.index
         if scales.keys[index] != 1:
             layer = replace(layer, scale=layer.scale * scales.keys[index])
@@ -92,8 +93,8 @@ class TorchAttention(AttentionBackend):
     def _gather(
         self, layer: AttentionLayer, pages: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """pages [..., pages] -> keys, values [..., kv_heads, length, dim]; a latent's values are
-        smaller."""
+        """The keys and values of pages [..., pages]: [..., kv_heads, length, dim] each. The values
+        of latents are the first latent_dim entries of their keys."""
         found = self._cache.read(layer.index, pages, dtype)
         if layer.latent_dim is not None:
             keys = values = found.unsqueeze(-2)
@@ -110,8 +111,8 @@ def _attention(
     values: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """q, result [rows, heads, tokens, dim] at `positions` [rows, tokens]; keys, values
-    [rows, kv_heads, length, dim]."""
+    """Causal attention of q [rows, heads, tokens, dim] at `positions` [rows, tokens], in the same
+    shape. keys, values: [rows, kv_heads, length, dim]."""
     out = _of_values(layer, q, keys, values, positions)
     return out if layer.latent_dim is None else F.pad(out, (0, layer.head_dim - layer.latent_dim))
 
@@ -123,7 +124,7 @@ def _of_values(
     values: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """As `_attention`, [rows, heads, tokens, values' dim]."""
+    """As `_attention`, but [rows, heads, tokens, dim of values]."""
     index, position = torch.arange(keys.shape[2], device=q.device), positions.unsqueeze(2)
     seen = index <= position
     if layer.window is not None:

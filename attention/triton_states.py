@@ -44,7 +44,7 @@ class TritonStates:
 
 
 def _rows_of(prefills: PrefillRows, device: torch.device) -> Rows:
-    """In one copy to the device, from pinned memory, so that nothing waits."""
+    """The rows on the device, by one copy from pinned memory, which does not wait."""
     pieces = np.array(pieces_of(prefills), np.int32)
     indptr = np.searchsorted(pieces[:, 0], np.arange(len(prefills.slots) + 1))
     num_tokens = np.diff(prefills.query_indptr)

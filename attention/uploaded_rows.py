@@ -1,6 +1,6 @@
-"""A step's prefill rows on the device, by one copy from pinned memory.
+"""Copies a step's prefill rows to the device, in one copy from pinned memory.
 
-The device reads that memory later, so what is launched ahead has another upload of its own: see
+The device reads that memory later, so a step launched ahead needs another `RowsUpload`: see
 rotating_buffers.py.
 """
 
@@ -15,10 +15,10 @@ from asyncllm.attention.base import PrefillRows
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Tensors of a step's rows, int32, all in pinned memory or all on the device."""
+class RowTensors:
+    """A step's rows, int32, all in pinned memory or all on the device."""
 
-    pages: torch.Tensor  # of all cache groups, one after another
+    pages: torch.Tensor  # of all cache groups, concatenated
     query_indptr: torch.Tensor
     page_indptr: torch.Tensor
     last_page_lens: torch.Tensor
@@ -30,8 +30,8 @@ class RowsUpload:
         self._block_size, self._device = block_size, device
         self._allocate(1 << 12)
 
-    def __call__(self, rows: PrefillRows) -> tuple[Rows, Rows]:
-        """The same twice: in memory that the next call overwrites, and on the device."""
+    def __call__(self, rows: PrefillRows) -> tuple[RowTensors, RowTensors]:
+        """The rows in pinned memory, which the next call overwrites, and on the device."""
         last_page_lens = rows.kv_lens - (np.diff(rows.page_indptr) - 1) * self._block_size
         arrays = [rows.pages.reshape(-1), rows.query_indptr, rows.page_indptr, last_page_lens]
         arrays.append(rows.kv_lens)
@@ -42,7 +42,7 @@ class RowsUpload:
         np.concatenate(arrays, out=self._pinned.numpy()[:total], casting="same_kind")
         host, device = self._pinned[:total], self._on_device[:total]
         device.copy_(host, non_blocking=True)
-        return Rows(*host.split(sizes)), Rows(*device.split(sizes))
+        return RowTensors(*host.split(sizes)), RowTensors(*device.split(sizes))
 
     def _allocate(self, size: int) -> None:
         is_cuda = self._device.type == "cuda"

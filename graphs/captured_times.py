@@ -1,7 +1,7 @@
-"""Times of several implementations of the same, captured in a graph as a step has them.
+"""Times alternative implementations in CUDA graphs, as steps run them.
 
-Launched one by one a kernel costs the device some 3 us more than in a graph, so an implementation
-of fewer kernels would look better than it is.
+Outside a graph each kernel costs some 3 us more, so an implementation with fewer kernels would look
+better than it is.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import torch
 from asyncllm.graphs.pool import Graph, GraphPool
 
 ROUNDS = 3
-MOST_SPREAD = 1.5  # of one implementation's times; above it the device has another's work too
+MOST_SPREAD = 1.5  # ratio of an implementation's times; above it, the device has other work
 
 
 def captured_seconds(
     implementations: Sequence[Callable[[], object]],
     make_graph: Callable[[], Graph] | None = None,
 ) -> list[float]:
-    """The quickest of ROUNDS of each, in which they alternate. On the current stream, which is not
-    the default one, and where nothing is being captured.
+    """The shortest time of each in ROUNDS, in which they alternate. On the current stream, which
+    must not be the default one or be captured.
 
-    make_graph: for tests, another kind. Raises `RuntimeError` where the device is not theirs alone.
+    make_graph: a replacement for tests. Raises `RuntimeError` if the device has other work.
     """
     rounds = _alternated_seconds(
         implementations, GraphPool(make_graph) if make_graph else GraphPool()
     )
-    # The graphs are gone, but torch keeps what their pool has, of which nobody else may take.
+    # torch keeps the memory of the graphs' pool, which is of no use to others.
     torch.cuda.empty_cache()
     return [least(seconds) for seconds in rounds]
 
@@ -37,11 +37,11 @@ def captured_seconds(
 def _alternated_seconds(
     implementations: Sequence[Callable[[], object]], pool: GraphPool
 ) -> list[list[float]]:
-    """Seconds of each in each round. Nothing waits between them, so that launching hides behind the
-    device as it does in service."""
+    """Seconds of each in each round. Nothing waits in between, so launches overlap with the
+    device's work, as they do in use."""
     replays = [pool.record(partial(_drop_outputs, each))[0].replay for each in implementations]
     for replay in replays:
-        replay()  # the first one brings the graph to the device
+        replay()  # the first replay uploads the graph
     timed: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in replays]
     for _ in range(ROUNDS):
         for replay, events in zip(replays, timed, strict=True):
@@ -60,8 +60,8 @@ def _drop_outputs(implementation: Callable[[], object]) -> tuple[()]:
 
 
 def least(seconds: Sequence[float]) -> float:
-    """The quickest round of an implementation. Raises `RuntimeError` where they are too different
-    to say anything: what was measured beside another process would be kept for ever."""
+    """The shortest time of an implementation. Raises `RuntimeError` if the times differ too much:
+    the result is cached, so it must not be measured beside another process."""
     if max(seconds) > MOST_SPREAD * min(seconds):
         us = ", ".join(f"{each * 1e6:.0f}" for each in seconds)
         raise RuntimeError(f"the device has other work: it took {us} us")

@@ -1,10 +1,10 @@
 """Captured decode steps: one CUDA graph per batch size.
 
-A graph reads the slots of its rows where they always are and everything else from tensors indexed
-by slot, so that a replay needs no copy while the same sequences run. Rows beyond the batch are
-padding: slot 0. Graphs share memory: a replay's outputs hold until the pool's next. Few rows are
-done by the persistent kernel where this start has it, because it is quicker (docs/log/decode.md);
-else the model's layers run, one after another.
+A graph reads the slots of its rows from the static inputs and all else from tensors indexed by
+slot, so a replay needs no copy while the same sequences run. Rows after the batch are padding: slot
+0. Graphs share memory: outputs are valid until the next replay. Small batches use the persistent
+kernel if it is available, which is faster (docs/log/decode.md); others run the model's layers one
+after another.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DecodeStep = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 
 
 class DecodeGraphs(SizedGraphs[Recorded]):
-    """`step` is captured for sizes of up to as many rows as `slots` has."""
+    """Graphs of up to as many rows as `slots` has."""
 
     def __init__(
         self,
@@ -38,19 +38,20 @@ class DecodeGraphs(SizedGraphs[Recorded]):
         pool: GraphPool,
         persistent: DecodeStep | None = None,
     ) -> None:
-        """`step`: by the model's layers. slots: int32, of a step's rows, 0 behind them. persistent:
-        the same outputs by the persistent kernel, in its roundings; None: there is none."""
+        """step: runs the model's layers. slots: int32, those of a step's rows, then zeros.
+        persistent: the same step by the persistent kernel, whose rounding differs; None: it is not
+        available."""
         super().__init__()
         self._step = step
         self._persistent = persistent
-        self._is_broken = False  # the persistent one
+        self._is_broken = False  # whether capturing the persistent step has failed
         self.slots = slots
-        self._names: dict[int, str] = {}  # size -> what it is captured from
+        self._names: dict[int, str] = {}  # size -> implementation
         self._pool = pool
 
     @property
     def implementations(self) -> dict[str, list[int]]:
-        """Name -> the captured sizes that are run so, ascending."""
+        """Implementation -> the sizes captured with it, ascending."""
         sizes: dict[str, list[int]] = defaultdict(list)
         for size in self:
             sizes[self._names[size]].append(size)
@@ -63,9 +64,9 @@ class DecodeGraphs(SizedGraphs[Recorded]):
             try:
                 self._add(size, PERSISTENT, self._pool.record(partial(persistent, slots)))
                 return
-            except RuntimeError as error:  # no engine fails to start for a faster kernel
+            except RuntimeError as error:  # the layers can do it, too
                 logger.warning("no persistent decode step: %s", error)
-                self._is_broken = True  # but kept: graphs of other sizes use what it has
+                self._is_broken = True  # `_persistent` is kept: captured graphs use its memory
         self._add(size, LAYERS, self._pool.record(partial(self._step, slots)))
 
     def _add(self, size: int, name: str, captured: Recorded) -> None:
@@ -73,5 +74,5 @@ class DecodeGraphs(SizedGraphs[Recorded]):
         self.add(size, captured)
 
     def logits(self, size: int) -> torch.Tensor:
-        """The buffer in which the step of this size leaves its logits: [size, V]."""
+        """The buffer of this size's logits: [size, V]."""
         return self[size].outputs[1]

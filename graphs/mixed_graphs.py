@@ -1,19 +1,19 @@
 """CUDA graphs of mixed steps, by the number of tokens: full, or piecewise.
 
-Where attention reads on the device what differs from step to step (`StepAttention`), a graph holds
-all of a step, which is one launch: 28 layers in pieces cost the host some 3 ms. A size is captured
-for prefills alone, and with decodes before them.
+If attention reads a step's rows on the device (`StepAttention`), a full graph holds the whole step,
+which is then a single launch; 28 layers in pieces would cost the host some 3 ms. Each size is
+captured twice: for prefills only, and for decodes followed by prefills.
 
-Else a graph breaks at each layer's attention and at each recurrence: a size is as many small graphs
-and one, and a replay launches between them what is of rows and pages that no capture knows:
+Otherwise graphs are piecewise: they break at each layer's attention and at each recurrence, which a
+replay launches between them, with rows and pages from the host:
 
     piece 0: embed norm qkv write     -> q     attention 0: q -> out
     piece 1: o_proj norm mlp norm qkv write -> q     attention 1: q -> out
     piece 2: o_proj norm mlp norm -> hidden
 
-A recurrence has its inputs and its output where the pieces have them. All sizes read and write the
-same buffers; tokens beyond the step's are padding. Both forms are captured again for steps with
-adapters, where those are served.
+A recurrence's inputs and output lie where the pieces keep them. All sizes read and write the same
+buffers; tokens after the step's are padding. With LoRA enabled, both kinds are captured again for
+steps with adapters.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from asyncllm.kernels.recurrent.records import Recur, Recurrence, StateLayer
 from asyncllm.step_plan import StepKind, StepShape
 
 KINDS = (StepKind.MIXED, StepKind.PREFILL)
-# (its attention, its recurrences, its tokens): what a replay launches between two pieces.
+# (the step's attention, its recurrences, its number of tokens): launched between two pieces
 Break = Callable[[AttendRows, Recur, int], None]
 
 
 @dataclass(eq=False)
 class Captured:
-    """A size's graphs, in the order of their replay, and what comes between them."""
+    """The graphs of a size, in the order of replay, and what a replay launches between them."""
 
     graphs: list[Graph] = field(default_factory=list)
     breaks: list[Break] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Captured:
         self.breaks.append(lambda attend_rows, recur, num_tokens: attend_rows(layer))
 
     def recur(self, layer: StateLayer, inputs: Recurrence) -> torch.Tensor:
-        """An output that is 0 for padding, whose numbers may then be anything but not a number."""
+        """The output of a recurrence. It is 0 for padding, so that no padding becomes NaN."""
         out = new_output(inputs).zero_()
         kept = inputs._replace(
             **{n: weak_alias(x) for n, x in inputs._asdict().items() if isinstance(x, torch.Tensor)}
@@ -73,25 +73,25 @@ class Captured:
 
 @dataclass(eq=False)
 class MixedGraphs:
-    """For steps of up to as many tokens as `buffers` has."""
+    """Graphs of up to as many tokens as `buffers` has."""
 
     step_attention: StepAttention | None  # None: piecewise
-    bind_attention: BindAttention  # of pieces
-    # (decodes, prefills) -> their recurrences, of pieces; None where no layer is recurrent
+    bind_attention: BindAttention  # for piecewise graphs
+    # (number of decodes, prefills) -> recurrences, for piecewise graphs; None: no recurrent layers
     bind_states: Callable[[int, PrefillRows], Recur] | None
-    write_changes: Callable[[], object]  # a step's changes of slots, which its decodes read
-    # (rows, the step's tokens) -> rows of the step's decodes, whose tokens are filled with it
+    write_changes: Callable[[], object]  # applies a step's slot changes, before decodes read slots
+    # (number of rows, the step's tokens) -> its decode rows; also fills their tokens
     read_decodes: Callable[[int, TokenBuffers], DecodeRows]
-    most_decodes: int  # of a step
+    most_decodes: int  # in a step
     buffers: TokenBuffers
     forward: Forward
     pool: GraphPool
-    adapters: Sequence[bool] = (False,)  # False: for steps that have none; True: that have
+    adapters: Sequence[bool] = (False,)  # which steps are captured: without adapters, with
 
     def __post_init__(self) -> None:
         if self.step_attention is not None:
             self.most_decodes = min(self.most_decodes, self.step_attention.max_decodes)
-        # Pieces are the same for both kinds.
+        # Both kinds share piecewise graphs.
         self._graphs: dict[tuple[StepKind, bool], SizedGraphs[Captured]] = {}
         for adapters in self.adapters:
             shared: SizedGraphs[Captured] = SizedGraphs()
@@ -101,11 +101,11 @@ class MixedGraphs:
 
     @property
     def is_full(self) -> bool:
-        """Whether a replay is the whole step, which begins with its changes of slots."""
+        """Whether a replay runs the whole step, including its slot changes."""
         return self.step_attention is not None
 
     def fitting(self, num_decodes: int, prefills: PrefillRows, adapters: bool) -> StepShape | None:
-        """The shape that such a step is padded to; None: it has no graph."""
+        """The captured shape that a step is padded to; None: there is none."""
         attention = self.step_attention
         if attention is not None and (
             num_decodes > self.most_decodes
@@ -128,7 +128,7 @@ class MixedGraphs:
                 graphs.add(size, captured)
 
     def replay(self, shape: StepShape, decode_positions: np.ndarray, prefills: PrefillRows) -> None:
-        """Run the step whose tokens are in the static inputs. decode_positions: int32 [decodes]."""
+        """Run the step that is in the static inputs. decode_positions: int32 [decodes]."""
         captured = self._graphs[shape.kind, shape.adapters][shape.size]
         *before, last = captured.graphs
         num_decodes = len(decode_positions)

@@ -1,8 +1,8 @@
-"""CUDA graphs that share one memory pool.
+"""CUDA graphs that share a memory pool.
 
-They may, because they run one after another on one stream and nobody reads a graph's outputs after
-the next replay. Memory that one capture gave back is taken by the next, that of its outputs too: of
-logits for 256 rows and less, a gigabyte if each size had its own. Capture the largest first.
+They can share it because they run one after another on one stream, and a graph's outputs are not
+read after the next replay. A capture reuses the memory of the ones before, including their outputs:
+separate logits for all sizes up to 256 rows would take a gigabyte. Capture the largest size first.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ T = TypeVar("T")
 
 
 class Graph(Protocol):
-    """The part of `torch.cuda.CUDAGraph` that is used."""
+    """The used part of `torch.cuda.CUDAGraph`."""
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None: ...
     def capture_end(self) -> None: ...
     def replay(self) -> None: ...
     def pool(self) -> Any: ...
+    def reset(self) -> None: ...
 
 
 class Recorded(NamedTuple):
-    """A captured graph and its outputs, which hold until the next replay in its pool."""
+    """A captured graph and its outputs, which are valid until the next replay in its pool."""
 
     graph: Graph
     outputs: Outputs
@@ -39,7 +40,7 @@ class Recorded(NamedTuple):
 
 
 class GraphPool:
-    """`make_graph` is for tests: a fake that records."""
+    """make_graph: a fake for tests."""
 
     def __init__(
         self,
@@ -47,27 +48,33 @@ class GraphPool:
         clear: Callable[[], object] = lambda: None,
         before_capture: Callable[[], object] = lambda: None,
     ) -> None:
-        """clear: called first of all: what a capture runs is on whatever is there, of which nothing
-        may be the last step's, so that it writes to the padding page. before_capture: called after
-        work has run as it is to be captured."""
+        """clear: called first. A capture runs on whatever its inputs hold, so it clears them, and
+        work writes to the padding page. before_capture: called after the work has run once, right
+        before it is captured."""
         self._make_graph = make_graph
         self._clear = clear
         self._before_capture = before_capture
         self._pool: Any = None
+        self._graphs: list[Graph] = []
 
     def record(self, run: Callable[[], Outputs]) -> Recorded:
-        """One graph of `run`, and its outputs, which every replay writes again."""
+        """Capture `run` in one graph. Every replay writes its outputs again."""
         (graph,), outputs = self.record_pieces(lambda cut: run())
         return Recorded(graph, tuple(map(weak_alias, outputs)))
 
-    def record_pieces(self, run: Callable[[Callable[[], None]], T]) -> tuple[list[Graph], T]:
-        """Graphs of `run`, which calls what it is given where one is to end and the next to begin;
-        and what it returned.
+    def reset(self) -> None:
+        """Destroy all graphs, whoever still refers to one: none is replayed any more."""
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
 
-        It runs once before: workspaces and compiled kernels that are made at their first use must
-        exist before a capture. On the current stream, not the default one. Ends also where `run`
-        raises. Not by `torch.cuda.graph`, which collects garbage and synchronises on each of 500
-        entries.
+    def record_pieces(self, run: Callable[[Callable[[], None]], T]) -> tuple[list[Graph], T]:
+        """Capture `run` in several graphs: `run` calls its argument where one ends and the next
+        begins. Also returns the result of `run`.
+
+        `run` is called once before the capture, to create workspaces and compile kernels. The
+        current stream must not be the default one. The capture also ends if `run` raises. It does
+        not use `torch.cuda.graph`, which collects garbage and synchronises at each of 500 entries.
         """
         self._clear()
         run(lambda: None)
@@ -76,9 +83,10 @@ class GraphPool:
 
         def begin() -> None:
             graph = self._make_graph()
-            # thread_local: another engine's thread may allocate pinned memory meanwhile.
+            # thread_local: threads of other engines may allocate pinned memory meanwhile.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             graphs.append(graph)
+            self._graphs.append(graph)
 
         def end() -> None:
             nonlocal pool
@@ -101,7 +109,7 @@ class GraphPool:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Garbage may hold other graphs, whose end is an error during a capture."""
+    """Disable garbage collection: destroying another graph during a capture is an error."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -112,8 +120,8 @@ def _no_collection() -> Iterator[None]:
 
 
 class _CudaArray:
-    """CUDA's array interface to a tensor's memory, from its first number to its last, as bytes,
-    since that knows no bfloat16: torch makes a tensor of it that does not own its memory."""
+    """A tensor's memory, from its first to its last element, by CUDA's array interface, of which
+    torch makes a tensor that does not own it. As bytes, because the interface has no bfloat16."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -127,13 +135,13 @@ class _CudaArray:
 
 
 def weak_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory without owning it; off CUDA `tensor` itself.
+    """A tensor with the same memory that does not own it; on a CPU `tensor` itself.
 
-    A graph's outputs are read where every replay writes them, while the pool may give their memory
-    to graphs that are captured later. The graph keeps the pool, and the pool the memory.
+    So the pool may give the memory of a graph's outputs to later captures, although the outputs can
+    still be read after a replay. The graph keeps the pool alive, and the pool the memory.
     """
     if not tensor.is_cuda:
         return tensor
     memory = torch.as_tensor(_CudaArray(tensor), device=tensor.device)
-    assert memory.data_ptr() == tensor.data_ptr(), "torch has copied it"
+    assert memory.data_ptr() == tensor.data_ptr(), "torch copied the tensor"
     return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())

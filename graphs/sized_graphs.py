@@ -1,13 +1,13 @@
-"""Captured graphs of one kind of work, by size: capture, which size fits, replay.
+"""Captured graphs of one kind of work, by size.
 
-A size has a `Recorded` graph, or the pieces of a step that attention breaks. A step is padded to
-the least size that holds it.
+A size has a `Recorded` graph, or the pieces of a step that is not captured whole. A step is padded
+to the smallest captured size that holds it.
 
     captured 1 2 4 8     a step of 3 rows: fitting(3) = 4, and the fourth row is padding
 
-A capture costs the host 10 to 20 ms and waits for the device. So the sizes that most batches need
-come first, spread by doubling: any batch then finds a graph of at most twice its size. The rest
-follow one at a time while no request waits or runs.
+A capture costs the host 10 to 20 ms and waits for the device. So the start only captures sizes that
+double: any batch then has a graph of at most twice its size. The other sizes are captured one at a
+time while no request waits or runs.
 
     sizes 1 2 4 8 12 16 24 32 40 48 56 64     first: 64 32 16 8 4 2 1     later: 56 48 40 24 12
 """
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class SizedGraphs(Generic[T]):
-    """Sizes are captured in any order, each once; largest first saves memory."""
+    """Sizes may be captured in any order, each once; largest first saves memory."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []  # ascending
@@ -33,7 +33,7 @@ class SizedGraphs(Generic[T]):
         insort(self._sizes, size)
 
     def fitting(self, number: int) -> int | None:
-        """The least captured size that is not below `number`; None: none is as large."""
+        """The smallest captured size of at least `number`; None if there is none."""
         place = bisect_left(self._sizes, number)
         return self._sizes[place] if place < len(self._sizes) else None
 
@@ -52,8 +52,8 @@ class SizedGraphs(Generic[T]):
 
 
 def first_sizes(sizes: Sequence[int]) -> list[int]:
-    """The largest of `sizes`, in any order, and down from it the largest of at most half. Largest
-    first, because graphs share memory and the first one sets its size."""
+    """The largest size, then repeatedly the largest of at most half, and the smallest. They are
+    descending, because the first capture sets the size of the shared memory."""
     chosen: list[int] = []
     for size in sorted(sizes, reverse=True):
         if not chosen or size * 2 <= chosen[-1] or size == min(sizes):
@@ -62,5 +62,5 @@ def first_sizes(sizes: Sequence[int]) -> list[int]:
 
 
 def later_sizes(sizes: Sequence[int]) -> list[int]:
-    """The others, largest first."""
+    """The sizes that are not in `first_sizes`, largest first."""
     return sorted(set(sizes) - set(first_sizes(sizes)), reverse=True)

@@ -23,14 +23,14 @@ from asyncllm.models.base import CausalLM, TokenInputs
 
 
 class TokenBuffers(NamedTuple):
-    """A mixed step's tokens on the device. T tokens; all attention layers have one shape."""
+    """The tokens of a mixed step, on the device: T tokens. All attention layers have one shape."""
 
     token_ids: torch.Tensor  # int32 [T]
     positions: torch.Tensor  # int32 [T]
     slots: torch.Tensor  # int32 [T], of each token's sequence
-    write_slots: torch.Tensor  # int64 [groups, T], 0 is in the padding page
+    write_slots: torch.Tensor  # int64 [groups, T], where KV is written; 0 is in the padding page
     q: torch.Tensor  # [T, num_heads, head_dim]
-    out: torch.Tensor  # the same: attention's output
+    out: torch.Tensor  # attention output, of the same shape
 
     @classmethod
     def zeros(
@@ -41,8 +41,7 @@ class TokenBuffers(NamedTuple):
         dtype: torch.dtype,
         device: torch.device,
     ) -> TokenBuffers:
-        """Zeros: valid inputs, and attention outputs that no row can take harm from. heads: their
-        number and size."""
+        """Buffers of zeros, which are valid inputs and outputs. heads: number and size of heads."""
         token_ids, positions, slots = torch.zeros(
             3, num_tokens, dtype=torch.int32, device=device
         ).unbind()
@@ -63,9 +62,11 @@ def forward(
     attend_rows: AttendRows,
     recur: Recur = no_recurrence,
 ) -> torch.Tensor:
-    """Hidden states [T, hidden_size]; `attend_rows` is called with each layer, after its write.
+    """The model's forward pass: hidden states [T, hidden_size].
 
-    prompt_lens: int32 [T], where the model uses them."""
+    attend_rows: called with each layer, after its keys and values are written. prompt_lens: int32
+    [T], if the model uses them.
+    """
     out = tokens.out.flatten(1)
 
     def attend(
@@ -79,9 +80,8 @@ def forward(
     return model.forward(inputs, StepMixer(attend, recur))
 
 
-# (tokens, attention to be called with each layer after its write, whether tokens have adapters,
-# recurrences): leaves the hidden states where captured steps have them
+# (tokens, attention to call after each layer's write, whether tokens have adapters, recurrences):
+# writes hidden states to the buffer of captured steps
 Forward = Callable[[TokenBuffers, AttendRows, bool, Recur], object]
-# (tokens, the decodes' positions int32 [decodes], prefills) -> attention over rows and pages that
-# the host knows
+# (tokens, positions of decodes int32 [decodes], prefills) -> attention of rows from the host
 BindAttention = Callable[[TokenBuffers, np.ndarray, PrefillRows], AttendRows]

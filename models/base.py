@@ -1,8 +1,8 @@
-"""The engine's interface to a model: one forward pass over the step's tokens, whatever they are.
+"""The engine's interface to a model: one forward pass over the tokens of a step.
 
-A model knows no sequences, pages, batches or sampling. It never waits for the device, and its
-shapes depend only on the number of tokens, so a step may be captured in a CUDA graph; where a
-backend cannot be captured, the graph breaks at `attend`, called exactly once per layer.
+A model does not know sequences, pages, batches or sampling. It never waits for the device, and its
+shapes depend only on the number of tokens, so CUDA graphs can capture it. If attention cannot be
+captured, a graph breaks at `attend`, which is called once per layer.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from asyncllm.kernels.recurrent.records import StateLayer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Load:
-    """One tensor of a checkpoint, or a slice of it, and the view of a weight that it fills.
+    """A tensor of a checkpoint, or a slice of it, and the view of a weight that it fills.
 
-    The file's tensor has the view's shape and dtype (any float for a float), unless `file_shape`
-    and `file_dtype` differ. `part` has a slice for each of its first dimensions, without
-    steps: a shard reads its own bytes only. `transform` makes the view's contents of what was read,
-    which is on the view's device and may not be written to; it fills `others` itself, where one
-    tensor of a file makes several. It raises `ValueError` in the words that follow the name.
+    file_shape, file_dtype: of the file's tensor; default: those of the view (any float dtype for a
+    float). part: slices of its first dimensions, without steps; a shard only reads its own bytes.
+    transform: converts what was read, on the view's device and read-only, to the view's contents.
+    It also fills `others`, if one tensor of a file makes several. Raises `ValueError` with a
+    message that continues after the tensor's name.
     """
 
     name: str
@@ -38,46 +38,46 @@ class Load:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that it fills."""
+        """The bytes of the views that it fills."""
         return self.view.nbytes + sum(other.nbytes for other in self.others)
 
 
 class TokenInputs(NamedTuple):
-    """One step's tokens: int32 or int64 [T] each."""
+    """The tokens of a step: int32 or int64 [T] each."""
 
     ids: torch.Tensor
     positions: torch.Tensor  # below max_model_len
-    prompt_lens: torch.Tensor | None = None  # of each token's sequence, where the model uses them
+    prompt_lens: torch.Tensor | None = None  # of each token's sequence, if the model uses them
 
 
 class CausalLM(Protocol):
-    """A decoder with its weights on one device. T is the number of tokens in the step."""
+    """A decoder with its weights on a device. T is the number of tokens in the step."""
 
     @property
     def attention_layers(self) -> list[AttentionLayer]:
-        """In order; `layer.index` is the place in this list."""
+        """All attention layers, in order; `layer.index` is the index in this list."""
         ...
 
     @property
     def state_layers(self) -> Sequence[StateLayer]:
-        """The states that recurrent layers keep; `layer.index` is the place in this list."""
+        """All recurrent states, in order; `layer.index` is the index in this list."""
         ...
 
     @property
     def uses_prompt_lens(self) -> bool:
-        """`forward` needs `prompt_lens`, as KV depends on the length of the prompt."""
+        """Whether `forward` needs `prompt_lens`, because KV depends on the prompt's length."""
         ...
 
     @property
     def full_read_tokens(self) -> int:
-        """A step of so many different tokens reads all weights, but for a rare expert; 1 without
+        """The number of different tokens at which a step reads nearly all weights; 1 without
         experts."""
         ...
 
     @property
     def aliases(self) -> Mapping[str, str | None]:
-        """Names a checkpoint may hold besides those of `loads`, each a copy of another; None: of
-        what the model does not use."""
+        """Tensors that a checkpoint may have besides those of `loads`: name -> the tensor that it
+        must equal, or None for one that the model does not use."""
         ...
 
     def forward(self, inputs: TokenInputs, mixer: Mixer) -> torch.Tensor:
@@ -85,13 +85,13 @@ class CausalLM(Protocol):
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, hidden_size] -> [S, vocab_size] in the model's dtype, of the rows that sample."""
+        """Logits of rows that sample: [S, hidden_size] -> [S, vocab_size], in the model's dtype."""
         ...
 
     def loads(self) -> Iterator[Load]:
-        """All that fills the weights, each element of them exactly once."""
+        """The loads that fill the weights, each element exactly once."""
         ...
 
     def finish_loading(self) -> None:
-        """To be called when all `loads` are done, again after each reload."""
+        """To be called when all `loads` are done, and again after each reload."""
         ...

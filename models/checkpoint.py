@@ -1,13 +1,12 @@
 """The safetensors files of a model folder, as one table of tensors by name.
 
-Opening reads headers only. Tensors are views of the memory-mapped files. Only safetensors: a
-pickled checkpoint (.bin) is never opened, because reading one runs its code.
+Opening reads the headers only. Tensors are views of memory-mapped files. Pickled checkpoints (.bin)
+are never opened, because reading one runs its code.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Set
 from pathlib import Path
 from typing import Any
@@ -19,19 +18,18 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.hub.files import INDEX_FILE, SINGLE_FILE
 
 MAX_LISTED_KEYS = 5
-LAYER_NAME = re.compile(r"model\.layers\.(\d{1,9})\.")
 LENGTH_BYTES = 8  # a file begins with its header's length
 
 
 class Checkpoint:
     """Opens `model.safetensors` or, without it, all shards of `model.safetensors.index.json`.
 
-    Raises `ModelLoadError` naming the file: none there, a shard missing, truncated or corrupt, a
-    key that the index promises and the shard lacks.
+    Raises `ModelLoadError` naming the file if there is none, if a shard is missing, truncated or
+    corrupt, or lacks a key that the index lists.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.source = folder / SINGLE_FILE  # the file to blame for a key that is nowhere
+        self.source = folder / SINGLE_FILE  # the file that errors name for a missing key
         if self.source.is_file():
             self._handles = {self.source: _open(self.source)}
         else:
@@ -46,12 +44,8 @@ class Checkpoint:
     def names(self) -> Set[str]:
         return self._files.keys()
 
-    @property
-    def num_files(self) -> int:
-        return len(self._handles)
-
     def file(self, name: str) -> Path:
-        """The file that holds a tensor, or should."""
+        """The file of a tensor; for a missing one, the file that should list it."""
         return self._files.get(name, self.source)
 
     def header(self, name: str) -> tuple[list[int], str]:
@@ -60,29 +54,19 @@ class Checkpoint:
         return list(entry.get_shape()), entry.get_dtype()
 
     def place(self, name: str) -> tuple[Path, int]:
-        """The file and the offset of the tensor's first byte in it."""
+        """The file of a tensor, and the offset of its first byte."""
         file = self._files[name]
         if file not in self._offsets:
             self._offsets[file] = _read_offsets(file)
         return file, self._offsets[file][name]
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor on the CPU, mapped: its bytes are read from the file when they are used."""
+        """The tensor, memory-mapped on the CPU: its bytes are read when they are used."""
         return self._handles[self._files[name]].get_tensor(name)
 
 
-def num_stored_layers(folder: Path) -> int:
-    """Counted by tensor names; 0 where the folder has no checkpoint that can be read."""
-    try:
-        names = Checkpoint(folder).names
-    except ModelLoadError:  # raised again where the weights are asked for
-        return 0
-    indices = [int(found[1]) for name in names if (found := LAYER_NAME.match(name))]
-    return max(indices, default=-1) + 1
-
-
 def list_keys(names: Collection[str]) -> str:
-    """The first few names in order and how many more there are."""
+    """The first few names, sorted, and the number of the others."""
     listed = ", ".join(sorted(names)[:MAX_LISTED_KEYS])
     more = len(names) - MAX_LISTED_KEYS
     return f"{listed} and {more} more" if more > 0 else listed
@@ -96,7 +80,7 @@ def _open(file: Path) -> Any:
 
 
 def _read_offsets(file: Path) -> dict[str, int]:
-    """Name -> first byte in the file. The library checks the header, but gives no offsets."""
+    """Name -> offset of the first byte. The library checks the header, but has no offsets."""
     with file.open("rb") as opened:
         header_bytes = int.from_bytes(opened.read(LENGTH_BYTES), "little")
         header = json.loads(opened.read(header_bytes))
@@ -113,7 +97,7 @@ def _names(handle: Any) -> set[str]:
 
 
 def _open_shards(index_file: Path) -> dict[Path, Any]:
-    """Every shard that the index names, checked to hold the keys that the index lists for it."""
+    """All shards of the index, after checking that each has the keys that the index lists."""
     keys_by_shard: dict[str, set[str]] = {}
     for name, shard in _read_weight_map(index_file).items():
         keys_by_shard.setdefault(shard, set()).add(name)

@@ -1,18 +1,19 @@
-"""Cohere: attention and feed-forward beside each other, layer norms, neighbours rotate. And
-Cohere 2, whose layers with a window rotate, and those without know no positions.
+"""Cohere: attention and feed-forward run in parallel, with layer norms and interleaved RoPE.
+
+Cohere 2 alternates layers with a window, which rotate, and layers without, which have no positions.
 """
 
 from __future__ import annotations
 
 from asyncllm.model_config import ModelConfig
-from asyncllm.models.decoder import DecoderSpec, DenseDecoder, NormNames
+from asyncllm.models.decoder import DecoderSpec, NormNames
 from asyncllm.models.layers.attention import AttentionSpec
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.rotary import build_rotary, no_rotary
 from asyncllm.models.supported import head_order, layer_windows
 
 
-def build_cohere(config: ModelConfig, build: Build) -> DenseDecoder:
+def cohere(config: ModelConfig, build: Build) -> DecoderSpec:
     """Command R, R7B (which is Cohere 2), R+ (whose heads have norms), Aya."""
     hf, order = config.hf_config, head_order(config, interleaved=True)
     rotary = build_rotary(config, build, order)
@@ -24,7 +25,7 @@ def build_cohere(config: ModelConfig, build: Build) -> DenseDecoder:
     else:
         has_head_norms = hf.use_qk_norm
     bias = hf.attention_bias
-    spec = DecoderSpec(
+    return DecoderSpec(
         windows=windows,
         rotaries=rotaries,
         attention=AttentionSpec(
@@ -34,9 +35,8 @@ def build_cohere(config: ModelConfig, build: Build) -> DenseDecoder:
             order=order,
         ),
         norms=NormNames(before_feed_forward=None),
-        norm_offset=0.0,  # they multiply by their weights before they round
+        norm_offset=0.0,  # multiplied by the weight before rounding
         norm_centered=True,
         is_parallel=True,
         logit_scale=hf.logit_scale,
     )
-    return DenseDecoder(config, spec, build)

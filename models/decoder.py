@@ -1,10 +1,10 @@
-"""The decoder that most families share: attention and a feed-forward, each around a residual.
+"""The decoder that all native families share: layers of attention and feed-forward.
 
-A family states its differences in a `DecoderSpec`; nothing here asks which family it is.
+A family states its differences in a `DecoderSpec`; nothing here depends on the family.
 
-The residual stream is one tensor that each sublayer adds to in place. What it returns is the next
-norm of the sum, because on a GPU both end one kernel. So a layer's input norm runs at the end of
-the layer before it, and the final norm at the end of the last:
+The residual is one tensor that each sublayer adds to in place. A sublayer returns the next norm of
+the sum, because on a GPU one kernel computes both. So a layer's input norm runs at the end of the
+layer before it, and the final norm at the end of the last layer:
 
     residual = embed    x = norm0(residual)
     layer i:            x = attention.add(x, end = (residual, norm before feed_forward))
@@ -53,9 +53,9 @@ class FeedForward(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NormNames:
-    """The norms of a layer, by their names in the checkpoint; None: there is none.
+    """The names of a layer's norms in the checkpoint; None: there is no such norm.
 
-    Those before a sublayer take the residual, those after it what is added to the residual.
+    Norms before a sublayer take the residual, norms after it the sublayer's output.
     """
 
     before_attention: str | None = "input_layernorm"
@@ -71,17 +71,17 @@ PLAIN_ATTENTION, PLAIN_MLP, PRE_NORMS = AttentionSpec(), MLPSpec(), NormNames()
 class DecoderSpec:
     """The differences between families.
 
-    windows: tokens each layer sees, None for all. rotaries: of each layer; empty: one for all, as
-    the configuration has it. feed_forward: (layer, name) -> what it has in place of an `MLP`.
-    norm_offset, norm_centered: as of `RMSNorm`. is_parallel: both sublayers take the layer's first
-    norm. residual_scale: of what each sublayer adds.
+    windows: each layer's sliding window; None: full attention. rotaries: one per layer; empty: one
+    for all layers, by the configuration. feed_forward: (layer, name) -> a replacement of the `MLP`.
+    norm_offset, norm_centered: as for `RMSNorm`. is_parallel: both sublayers take the layer's first
+    norm. residual_scale: multiplies the output of each sublayer.
     """
 
     windows: tuple[int | None, ...]
     rotaries: tuple[Rotary, ...] = ()
     attention: AttentionSpec | LatentSpec = PLAIN_ATTENTION
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
-    soft_cap: float | None = None  # of attention's scores
+    soft_cap: float | None = None  # of attention scores
     mlp: MLPSpec = PLAIN_MLP
     feed_forward: Callable[[int, str], FeedForward] | None = None
     norms: NormNames = PRE_NORMS
@@ -95,8 +95,8 @@ class DecoderSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Only windows, biases and norms of heads differ from Llama: what `persistent_decode`
-        takes for granted."""
+        """Whether it differs from Llama only in windows, biases and q and k norms, as
+        `persistent_decode` requires."""
         if not isinstance(self.attention, AttentionSpec):
             return False
         if self.attention.qk_norm not in (None, "head"):
@@ -107,7 +107,7 @@ class DecoderSpec:
         return rest == DecoderSpec(windows=())
 
     def norm(self, name: str, config: ModelConfig, build: Build) -> RMSNorm:
-        """Make a norm of the residual, or of what is added to it."""
+        """Make a norm of the residual, or of a sublayer's output."""
         eps, centered = self.norm_eps(config), self.norm_centered
         return RMSNorm(name, config.hf_config.hidden_size, eps, build, self.norm_offset, centered)
 
@@ -118,7 +118,7 @@ class DecoderSpec:
 
 
 class DecoderLayer:
-    """`index`: in the model; `place`: among those of this rank's stage."""
+    """index: of the layer in the model. place: its index in this rank's pipeline stage."""
 
     def __init__(
         self, index: int, place: int, config: ModelConfig, spec: DecoderSpec, build: Build
@@ -144,7 +144,7 @@ class DecoderLayer:
             size = hf.intermediate_size
             self.feed_forward = MLP(f"{name}.mlp", hf.hidden_size, size, spec.mlp, build)
         self._scale, self._is_parallel = spec.residual_scale, spec.is_parallel
-        first = None if spec.is_parallel else self.before_attention  # else it has two products
+        first = None if spec.is_parallel else self.before_attention  # it feeds one GEMM
         if first is not None and isinstance(self.attention, Attention):
             first.feed(self.attention.qkv_proj.in_bytes)
         if self.before_feed_forward is not None and isinstance(self.feed_forward, MLP):
@@ -158,8 +158,8 @@ class DecoderLayer:
         rotation: Rotation,
         mixer: Mixer,
     ) -> Normed:
-        """In place: residual [T, hidden_size] += what both sublayers make of x, its first norm.
-        Returns the next layer's first norm."""
+        """Add both sublayers to the residual [T, hidden_size] in place. x: its first norm. Returns
+        the next layer's first norm."""
         middle, after = _constants(self.before_feed_forward), _constants(self.after_attention)
         end = AddRMSNorm(residual, middle, after, self._scale)
         attended = self.attention.add(x, rotation, mixer, end)
@@ -169,7 +169,7 @@ class DecoderLayer:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """In the order of their use."""
+        """All linear layers, in the order of use."""
         return *self.attention.linears, *self.feed_forward.linears
 
     def loads(self) -> Iterator[Load]:
@@ -191,14 +191,14 @@ class DecoderLayer:
 
 
 class DenseDecoder:
-    """A `CausalLM`; see there for shapes."""
+    """A `CausalLM`, which documents shapes."""
 
     def __init__(self, config: ModelConfig, spec: DecoderSpec, build: Build) -> None:
         check_decoder(config)
         hf = config.hf_config
         spec = replace(spec, mlp=replace(spec.mlp, activation=activation_of(config)))
         self.is_plain = spec.is_plain
-        ends = build  # of the model: the first stage has them
+        ends = build  # for embedding, last norm and LM head, which only the first stage has
         if build.mesh.config.stage > 0:
             ends = replace(build, device=torch.device("meta"))
         self.embed_tokens = Embedding(
@@ -221,7 +221,7 @@ class DenseDecoder:
         rotaries = spec.rotaries or (build_rotary(config, build),) * config.num_layers
         self.rotaries = list(dict.fromkeys(rotaries))  # each once
         self._rotary_of = [self.rotaries.index(rotaries[index]) for index in own]
-        # The norm behind a stage is the next one's, or the first one's at the end.
+        # The norm after a stage's last layer runs on the next stage, or at the end on the first.
         last = self.norm if build.mesh.config.pp == 1 else None
         self._input_norms = [*(layer.before_attention for layer in self.layers), last]
         self.attention_layers = [layer.attention.layer for layer in self.layers]
@@ -231,7 +231,7 @@ class DenseDecoder:
         self.aliases = {**self.lm_head.aliases, **unused_names(config, build.mesh.config)}
 
     def forward(self, inputs: TokenInputs, mixer: Mixer) -> torch.Tensor:
-        # Before the embedding, the last ordinary launch: layers' kernels read it before their wait.
+        # Before the embedding: kernels of layers start early, and read rotations before they wait.
         rotations = [one.rotation(inputs.positions, inputs.prompt_lens) for one in self.rotaries]
         residual = self._begin(inputs.ids)
         first = self._input_norms[0]
@@ -245,22 +245,22 @@ class DenseDecoder:
         return x.values if x.squares is None else self.norm(residual)
 
     def make_room(self, num_tokens: int) -> None:
-        """Have room for what another stage has made of so many tokens."""
+        """Allocate the buffer for the residual of another stage, of up to `num_tokens`."""
         self.received = self._build.empty(num_tokens, self._hidden_size).zero_()
 
     def _begin(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The residual before this stage's layers, [T, hidden_size]."""
         if self._mesh.config.stage == 0:
             return self.embed_tokens(token_ids)
-        return self.received[: len(token_ids)].clone()  # as layers add to it in place
+        return self.received[: len(token_ids)].clone()  # layers add to it in place
 
     def last_norm(self, num_tokens: int) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden_size], on the first stage, of what the last one has
-        made."""
+        """On the first stage, hidden states [num_tokens, hidden_size] of the last stage's
+        residual."""
         return self.norm(self.received[:num_tokens])
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self._mesh.config.stage > 0:  # which rank 0 samples from its own
+        if self._mesh.config.stage > 0:  # only the first stage's logits are used
             return hidden.new_zeros(()).expand(len(hidden), self.embed_tokens.vocab_size)
         return self.lm_head(hidden)
 
@@ -290,7 +290,7 @@ def attention_layer(
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         scale=config.head_dim**-0.5 if scale is None else scale,
-        # A window that holds the whole context hides nothing; kernels are faster without.
+        # A window as large as the context has no effect; kernels are faster without it.
         window=window if window is not None and window < build.max_model_len else None,
         soft_cap=spec.soft_cap,
     )

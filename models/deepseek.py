@@ -1,6 +1,6 @@
-"""DeepSeek V2 and V3: latent attention; experts in groups, beside others that all tokens pass.
+"""DeepSeek V2 and V3: latent attention (MLA); experts in groups, and shared experts.
 
-The first layers have no experts. V2 chooses by softmax, V3 by sigmoid and a correction.
+The first layers are dense. V2 routes by softmax, V3 by sigmoid with a correction bias.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ import math
 from collections.abc import Callable
 
 from asyncllm.model_config import ModelConfig
-from asyncllm.models.decoder import DecoderSpec, DenseDecoder, FeedForward
+from asyncllm.models.decoder import DecoderSpec, FeedForward
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.experts import Experts, Router
-from asyncllm.models.layers.experts_method import ExpertsShape
 from asyncllm.models.layers.latent_attention import LatentSpec
 from asyncllm.models.layers.mlp import MLP, MLPSpec
 from asyncllm.models.layers.ops import Routing
 from asyncllm.models.layers.rotary import build_rotary
-from asyncllm.models.moe import LOAD, dense_mlp
-from asyncllm.models.supported import activation_of, positive, require, unsupported
+from asyncllm.models.moe import dense_mlp, experts_shape
+from asyncllm.models.supported import positive, require, unsupported
 
 
-def build_deepseek_v2(config: ModelConfig, build: Build) -> DenseDecoder:
+def deepseek_v2(config: ModelConfig, build: Build) -> DecoderSpec:
     require(config, topk_method=("greedy", "group_limited_greedy"))
     hf = config.hf_config
     has_groups = hf.topk_method == "group_limited_greedy"
@@ -32,17 +31,17 @@ def build_deepseek_v2(config: ModelConfig, build: Build) -> DenseDecoder:
         top_groups=positive(config, "topk_group", at_most="n_group") if has_groups else 1,
         group_score="max",
     )
-    return _build(config, build, shared_experts(config, build, routing, correction=None))
+    return _spec(config, build, shared_experts(config, build, routing, correction=None))
 
 
-def build_deepseek_v3(config: ModelConfig, build: Build) -> DenseDecoder:
+def deepseek_v3(config: ModelConfig, build: Build) -> DecoderSpec:
     require(config, rope_interleave=(None, True))
-    return _build(config, build, sigmoid_experts(config, build))
+    return _spec(config, build, sigmoid_experts(config, build))
 
 
-def _build(
+def _spec(
     config: ModelConfig, build: Build, feed_forward: Callable[[int, str], FeedForward]
-) -> DenseDecoder:
+) -> DecoderSpec:
     hf = config.hf_config
     attention = LatentSpec(
         q_rank=None if hf.q_lora_rank is None else positive(config, "q_lora_rank"),
@@ -54,18 +53,17 @@ def _build(
     )
     if attention.v_dim > attention.plain_dim + attention.rotary_dim:
         raise unsupported(config, "v_head_dim", "is more than a key has")
-    spec = DecoderSpec(
+    return DecoderSpec(
         windows=(None,) * config.num_layers,
         rotaries=(build_rotary(config, build, attention.order),) * config.num_layers,
         attention=attention,
         attention_scale=_scale(config, attention),
         feed_forward=feed_forward,
     )
-    return DenseDecoder(config, spec, build)
 
 
 def _scale(config: ModelConfig, attention: LatentSpec) -> float:
-    """yarn's factor is on scores here, not on cosines and sines."""
+    """YaRN's factor scales the scores here, not cosines and sines."""
     scale = (attention.plain_dim + attention.rotary_dim) ** -0.5
     rope = config.hf_config.rope_parameters or {}
     mscale, factor = rope.get("mscale_all_dim"), rope.get("factor")
@@ -75,7 +73,7 @@ def _scale(config: ModelConfig, attention: LatentSpec) -> float:
 
 
 def sigmoid_experts(config: ModelConfig, build: Build) -> Callable[[int, str], FeedForward]:
-    """Make feed-forwards whose experts are routed by sigmoid; GLM-4-MoE has them, too."""
+    """Experts routed by sigmoid; GLM-4-MoE has them, too."""
     hf = config.hf_config
     routing = Routing(
         top_k=positive(config, "num_experts_per_tok", at_most="n_routed_experts"),
@@ -99,15 +97,10 @@ def _num_groups(config: ModelConfig) -> int:
 def shared_experts(
     config: ModelConfig, build: Build, routing: Routing, correction: str | None
 ) -> Callable[[int, str], FeedForward]:
-    """On all layers but the first `first_k_dense_replace`."""
+    """Experts in all layers but the first `first_k_dense_replace`."""
     hf = config.hf_config
-    shape = ExpertsShape(
-        num_experts=positive(config, "n_routed_experts"),
-        hidden_size=hf.hidden_size,
-        size=positive(config, "moe_intermediate_size"),
-        load=LOAD,
-        activation=activation_of(config),
-    )
+    num_experts = positive(config, "n_routed_experts")
+    shape = experts_shape(config, num_experts, positive(config, "moe_intermediate_size"))
     shared_size = shape.size * positive(config, "n_shared_experts")
 
     def feed_forward(index: int, name: str) -> FeedForward:

@@ -1,6 +1,6 @@
 """Gemma 2 and 3: norms of 1 + w around every sublayer, windows on most layers, GeGLU.
 
-Gemma 2 caps scores and logits; Gemma 3 has norms of heads and a rotary for each type of layers.
+Gemma 2 soft-caps scores and logits; Gemma 3 has q and k norms and one RoPE per layer type.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from asyncllm.model_config import ModelConfig
-from asyncllm.models.decoder import DecoderSpec, DenseDecoder, NormNames
+from asyncllm.models.decoder import DecoderSpec, NormNames
 from asyncllm.models.layers.attention import AttentionSpec
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.rotary import build_rotary
@@ -23,7 +23,7 @@ NORMS = NormNames(
 )
 
 
-def build_gemma(config: ModelConfig, build: Build) -> DenseDecoder:
+def gemma(config: ModelConfig, build: Build) -> DecoderSpec:
     require(config, use_bidirectional_attention=(None, False))
     hf, is_third = config.hf_config, config.hf_config.model_type == "gemma3_text"
     rotaries = {}
@@ -31,7 +31,7 @@ def build_gemma(config: ModelConfig, build: Build) -> DenseDecoder:
         rotaries = {
             kind: build_rotary(config, build, layer_type=kind) for kind in sorted({*hf.layer_types})
         }
-    spec = DecoderSpec(
+    return DecoderSpec(
         windows=layer_windows(config),
         rotaries=tuple(rotaries[kind] for kind in hf.layer_types) if is_third else (),
         attention=AttentionSpec(
@@ -45,8 +45,7 @@ def build_gemma(config: ModelConfig, build: Build) -> DenseDecoder:
         soft_cap=None if is_third else hf.attn_logit_softcapping,
         norms=NORMS,
         norm_offset=OFFSET,
-        # Rounded to the model's dtype, as in its training.
+        # Rounded to the model's dtype, as in training.
         embedding_scale=torch.tensor(hf.hidden_size**0.5, dtype=build.dtype).item(),
         logit_soft_cap=hf.final_logit_softcapping,
     )
-    return DenseDecoder(config, spec, build)

@@ -1,7 +1,7 @@
-"""The weights of a GGUF file under the names and in the layout of a Hugging Face checkpoint.
+"""The weights of a GGUF file, with the names and the layout of a Hugging Face checkpoint.
 
-They are dequantised by the gguf package while they are read, one tensor at a time, and then lie in
-the model's 16 bits, or in what `--quantization` makes of them.
+The gguf package dequantises them while they are read, one tensor at a time. In memory they are in
+the model's dtype, or as `--quantization` says.
 """
 
 from __future__ import annotations
@@ -35,14 +35,12 @@ PARTS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-PERMUTED = {"attn_q": "head_count", "attn_k": "head_count_kv"}  # heads' rows, of llama alone
+PERMUTED = {"attn_q": "head_count", "attn_k": "head_count_kv"}  # their rows, with llama only
 F32, F16 = 0, 1
 
 
 class GGUFCheckpoint:
-    """As much of a `Checkpoint` as reading takes. Raises `ModelLoadError` naming the file."""
-
-    num_files = 1
+    """The part of `Checkpoint` that reading needs. Raises `ModelLoadError` naming the file."""
 
     def __init__(self, file: Path) -> None:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -66,7 +64,7 @@ class GGUFCheckpoint:
         return self.source
 
     def header(self, name: str) -> tuple[list[int], str]:
-        """float32, whatever the file has."""
+        """Shape and dtype; always float32, as `read` dequantises."""
         return list(self._header.tensors[self._names[name]].shape), "F32"
 
     def read(self, name: str) -> torch.Tensor:
@@ -103,14 +101,14 @@ class GGUFCheckpoint:
 
     @staticmethod
     def _name(name: str) -> str:
-        """The checkpoint's name; what has none keeps its own, which the loader does not expect."""
+        """The Hugging Face name. Unknown names stay as they are, and the loader refuses them."""
         if (found := BLOCK.fullmatch(name)) is None:
             return NAMES.get(name, name)
         part = PARTS.get(found[2], found[2])
         return f"model.layers.{found[1]}.{part}.{found[3]}"
 
     def _unpermuted(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
-        """llama.cpp rotates neighbours; halves of a head are what is rotated here."""
+        """Reorder rows: llama.cpp uses interleaved RoPE, this model NeoX-style RoPE."""
         found = BLOCK.fullmatch(name)
         if self._architecture != "llama" or found is None or found[2] not in PERMUTED:
             return matrix

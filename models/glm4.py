@@ -1,11 +1,12 @@
-"""GLM-4: norms around every sublayer; of each head a part rotates, neighbours together. And
-GLM-4-MoE: Llama's norms, halves of that part together, experts chosen by sigmoids.
+"""GLM-4: norms around every sublayer, and interleaved RoPE over a part of each head.
+
+GLM-4-MoE has Llama's norms, NeoX-style RoPE over a part of each head, and sigmoid routing.
 """
 
 from __future__ import annotations
 
 from asyncllm.model_config import ModelConfig
-from asyncllm.models.decoder import DecoderSpec, DenseDecoder, NormNames
+from asyncllm.models.decoder import DecoderSpec, NormNames
 from asyncllm.models.deepseek import sigmoid_experts
 from asyncllm.models.layers.attention import AttentionSpec
 from asyncllm.models.layers.build import Build
@@ -21,21 +22,20 @@ NORMS = NormNames(
 )
 
 
-def build_glm4(config: ModelConfig, build: Build) -> DenseDecoder:
+def glm4(config: ModelConfig, build: Build) -> DecoderSpec:
     order = head_order(config, interleaved=True)
-    spec = DecoderSpec(
+    return DecoderSpec(
         windows=(None,) * config.num_layers,
         rotaries=(build_rotary(config, build, order),) * config.num_layers,
         attention=AttentionSpec(qkv_bias=config.hf_config.attention_bias, order=order),
         mlp=MLPSpec(packed=True),
         norms=NORMS,
     )
-    return DenseDecoder(config, spec, build)
 
 
-def build_glm4_moe(config: ModelConfig, build: Build) -> DenseDecoder:
+def glm4_moe(config: ModelConfig, build: Build) -> DecoderSpec:
     hf, order = config.hf_config, head_order(config)
-    spec = DecoderSpec(
+    return DecoderSpec(
         windows=(None,) * config.num_layers,
         rotaries=(build_rotary(config, build, order),) * config.num_layers,
         attention=AttentionSpec(
@@ -43,4 +43,3 @@ def build_glm4_moe(config: ModelConfig, build: Build) -> DenseDecoder:
         ),
         feed_forward=sigmoid_experts(config, build),
     )
-    return DenseDecoder(config, spec, build)

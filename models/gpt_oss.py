@@ -1,4 +1,4 @@
-"""gpt-oss in 16 bits: sinks, windows on every other layer, biases, clamped experts."""
+"""gpt-oss: attention sinks, windows on every other layer, biases, clamped SwiGLU experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import Load
-from asyncllm.models.decoder import DecoderSpec, DenseDecoder, FeedForward
+from asyncllm.models.decoder import DecoderSpec, FeedForward
 from asyncllm.models.layers.attention import AttentionSpec
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.experts import Experts, Router
@@ -17,8 +17,8 @@ from asyncllm.models.layers.ops import Activation, ExpertWeights, Routing
 from asyncllm.models.supported import layer_windows, positive, require
 
 
-def build_gpt_oss(config: ModelConfig, build: Build) -> DenseDecoder:
-    require(config, hidden_act=("silu",))  # named so, though another
+def gpt_oss(config: ModelConfig, build: Build) -> DecoderSpec:
+    require(config, hidden_act=("silu",))  # so named, though it is a clamped SwiGLU
     hf = config.hf_config
     # transformers 5.17 has them as constants.
     limit, alpha = getattr(hf, "swiglu_limit", 7.0), getattr(hf, "swiglu_alpha", 1.702)
@@ -39,16 +39,15 @@ def build_gpt_oss(config: ModelConfig, build: Build) -> DenseDecoder:
         return Experts(f"{name}.experts", shape, router, build)
 
     bias = hf.attention_bias
-    spec = DecoderSpec(
+    return DecoderSpec(
         windows=layer_windows(config),
         attention=AttentionSpec(qkv_bias=bias, output_bias=bias, sinks=True),
         feed_forward=feed_forward,
     )
-    return DenseDecoder(config, spec, build)
 
 
 def _load(name: str, weights: ExpertWeights, share: ExpertsShare) -> Iterator[Load]:
-    """Files have all experts in one tensor, inputs before outputs, gates and ups alternating."""
+    """One tensor holds all experts, transposed, with alternating gate and up columns."""
     hidden, num_experts, size = weights.down.shape[1], share.num_experts, share.full_size
     own, both = share.experts, slice(2 * share.size.start, 2 * share.size.stop)
     all_inputs = slice(None)

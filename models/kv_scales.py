@@ -1,7 +1,7 @@
 """Scales of an FP8 KV cache: from the checkpoint, or measured at the start.
 
-A key is stored divided by its layer's scale, so that the layer's largest keys still fit. Without
-any scale it is 1, as keys of most models fit; values likewise.
+Keys and values are stored divided by their layer's scales, so that the largest ones fit. The
+default is 1, as the keys and values of most models fit.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from asyncllm.models.base import CausalLM, TokenInputs
 from asyncllm.models.checkpoint import Checkpoint
 from asyncllm.models.parallel.stages import Stages
 
-# Names below a layer's, of compressed-tensors and of modelopt.
+# Names below the layer's, as in compressed-tensors and modelopt.
 K_NAMES = "self_attn.k_scale", "self_attn.attn.k_scale", "self_attn.k_proj.k_scale"
 V_NAMES = "self_attn.v_scale", "self_attn.attn.v_scale", "self_attn.v_proj.v_scale"
 MEASURED_TOKENS = 256
-HEADROOM = 2.0  # for what is larger than in the measured tokens
+HEADROOM = 2.0  # for values larger than those of the measured tokens
 
 
 def stored_scales(config: ModelConfig, indices: Sequence[int]) -> KVScales:
-    """The checkpoint's scales of these layers, 1 where it has none. Raises `ModelLoadError` for
-    what is no scale."""
+    """The checkpoint's scales of these layers, 1 by default. Raises `ModelLoadError` for an invalid
+    scale."""
     try:
         checkpoint = Checkpoint(config.path)
-    except ModelLoadError:  # dummy weights; else it was raised where they were loaded
+    except ModelLoadError:  # with dummy weights; else loading has raised it already
         return KVScales.ones(len(indices))
     layers = [f"model.layers.{index}" for index in indices]
     return KVScales(
@@ -63,7 +63,7 @@ def measured_scales(
     device: torch.device,
     stages: Stages | None,
 ) -> KVScales:
-    """By the largest numbers of a sequence of random tokens."""
+    """Scales by the largest keys and values of a sequence of random tokens."""
     num_tokens = min(MEASURED_TOKENS, max_len)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (num_tokens,), generator=generator)
@@ -80,7 +80,7 @@ def measured_scales(
 
 
 class _Measure(Mixer):
-    """Attends within one sequence, and keeps the largest key and value of each layer."""
+    """Attends within one sequence, and records the largest key and value of each layer."""
 
     def __init__(self, num_layers: int, largest: float) -> None:
         self._most: list[list[torch.Tensor]] = [[] for _ in range(num_layers)]

@@ -1,15 +1,13 @@
-"""Weights into a model, by a walk over its `Load`s.
+"""Loads weights into a model, by its `Load`s.
 
-Everything that can be wrong with names, shapes and dtypes is found from the files' headers, before
-the first weight is read. Then each tensor goes from its file straight into its view: on CUDA by
-weight_stream.py where its bytes go as they are, else from the mapped file, converted.
+Names, shapes and dtypes are checked by the files' headers before the first weight is read. Then
+each tensor is read into its view: on CUDA by weight_stream.py, if its bytes need no conversion,
+else from the memory-mapped file.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
 import torch
@@ -24,7 +22,7 @@ from asyncllm.models.gguf_checkpoint import GGUFCheckpoint
 from asyncllm.models.weight_stream import Span, stream_weights
 
 AnyCheckpoint = Checkpoint | GGUFCheckpoint
-BUFFERS = ("rotary_emb.inv_freq",)  # no weights, but old checkpoints hold them
+BUFFERS = ("rotary_emb.inv_freq",)  # not weights, but in old checkpoints
 KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")  # of an FP8 KV cache
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8}
@@ -32,53 +30,47 @@ PLAIN_FLOATS = frozenset(FLOATS.values())
 DTYPES = {**FLOATS, **INTEGERS, "F8_E4M3": torch.float8_e4m3fn}
 STREAMED_DEVICES = ("cuda",)
 DUMMY_STD = 0.02
-DUMMY_EXPONENTS = 118, 122  # of numbers about so large
+DUMMY_EXPONENTS = 118, 122  # exponents of numbers of about this size
 DELAY_S = 2.0
 
 
 class ProgressBar(tqdm):
-    """Shown after DELAY_S, removed at its end, and without tqdm's monitor thread, which would
-    outlive the engine."""
+    """A progress bar without tqdm's monitor thread, which would outlive the engine."""
 
     monitor_interval = 0
 
 
-@dataclass(frozen=True, slots=True)
-class LoadSummary:
-    """`bytes` are the weights' on the device; dummy weights come from 0 files."""
-
-    bytes: int
-    files: int
-    seconds: float
-
-
 def load_weights(
     model: CausalLM, folder: Path, load_format: LoadFormat, seed: int, progress: bool
-) -> LoadSummary:
+) -> None:
     """Fill every weight of `model`; "auto" and "safetensors" are the same.
 
-    seed: of the dummy weights. progress: show a bar where loading takes more than two seconds.
+    seed: for dummy weights. progress: show a bar if loading takes longer than two seconds.
     Raises `ModelLoadError` naming file and key.
     """
-    start = time.perf_counter()
     loads = list(model.loads())
     if load_format == "dummy":
-        num_files = 0
         _fill_dummy(loads, seed)
     else:
         checkpoint = open_checkpoint(folder)
-        num_files = checkpoint.num_files
         _check(checkpoint, loads, model.aliases)
         _copy(checkpoint, loads, progress)
     model.finish_loading()
-    num_bytes = sum(load.num_bytes for load in loads)
-    return LoadSummary(num_bytes, num_files, time.perf_counter() - start)
 
 
 def open_checkpoint(folder: Path) -> AnyCheckpoint:
     """Raises `ModelLoadError` naming the file."""
     file = folder / LINK
     return GGUFCheckpoint(file) if file.is_file() else Checkpoint(folder)
+
+
+def stored_names(folder: Path) -> Set[str]:
+    """Names of all tensors; none if there is no readable checkpoint, which `load_weights`
+    raises."""
+    try:
+        return open_checkpoint(folder).names
+    except ModelLoadError:
+        return frozenset()
 
 
 def _copy(checkpoint: AnyCheckpoint, loads: Sequence[Load], progress: bool) -> None:
@@ -102,7 +94,7 @@ def _copy(checkpoint: AnyCheckpoint, loads: Sequence[Load], progress: bool) -> N
 
 
 def _streams(checkpoint: Checkpoint, load: Load) -> bool:
-    """The file has the view's bytes, one after the other, and the device is worth a pinned copy."""
+    """Whether the file has the view's bytes, contiguously, and the device is CUDA."""
     view = load.view
     same_dtype = DTYPES.get(checkpoint.header(load.name)[1]) == view.dtype
     is_plain = load.transform is None and len(load.part) <= 1 and view.is_contiguous()
@@ -110,7 +102,7 @@ def _streams(checkpoint: Checkpoint, load: Load) -> bool:
 
 
 def _span(checkpoint: Checkpoint, load: Load) -> Span:
-    """The bytes of a load that `_streams`: a tensor's, or some of its rows'."""
+    """The bytes of a load that `_streams`: a whole tensor, or some of its rows."""
     file, offset = checkpoint.place(load.name)
     for rows, num_rows in zip(load.part, checkpoint.header(load.name)[0], strict=False):
         offset += range(num_rows)[rows].start * load.view.nbytes // max(1, len(load.view))
@@ -118,7 +110,7 @@ def _span(checkpoint: Checkpoint, load: Load) -> Span:
 
 
 def _read(checkpoint: AnyCheckpoint, load: Load) -> torch.Tensor:
-    """The view's contents, on the CPU and in the file's dtype where there is no transform."""
+    """The view's contents; without a transform, on the CPU and in the file's dtype."""
     tensor = checkpoint.read(load.name)[load.part]
     if load.transform is not None:
         try:
@@ -132,7 +124,7 @@ def _read(checkpoint: AnyCheckpoint, load: Load) -> torch.Tensor:
 def _check(
     checkpoint: AnyCheckpoint, loads: Sequence[Load], aliases: Mapping[str, str | None]
 ) -> None:
-    """The checkpoint must be exactly what the model takes, copies and old buffers aside."""
+    """The checkpoint must have exactly the tensors of the model, besides `aliases` and buffers."""
     names = {load.name for load in loads}
     if missing := names - checkpoint.names:
         raise ModelLoadError(f"{checkpoint.source}: missing tensors: {list_keys(missing)}")
@@ -152,7 +144,7 @@ def _check(
 
 
 def _check_header(checkpoint: AnyCheckpoint, load: Load) -> None:
-    """The file's tensor must have the shape and the dtype that the load is made for."""
+    """The file's tensor must have the shape and dtype that the load expects."""
     shape, dtype = checkpoint.header(load.name)
     wanted_shape = list(load.view.shape if load.file_shape is None else load.file_shape)
     if shape != wanted_shape:
@@ -171,8 +163,8 @@ def _misfit(checkpoint: AnyCheckpoint, name: str, message: str) -> ModelLoadErro
 
 
 def _fill_dummy(loads: Sequence[Load], seed: int) -> None:
-    """Normal values, and ones for the norms, which are the one-dimensional weights. In place; what
-    a transform makes is made of a file's tensor of such values."""
+    """Fill weights with normal values, and norms, which are one-dimensional, with ones. A transform
+    gets such values, too."""
     generator = torch.Generator(loads[0].view.device).manual_seed(seed)
     for load in loads:
         if load.transform is not None:
@@ -186,7 +178,7 @@ def _fill_dummy(loads: Sequence[Load], seed: int) -> None:
 
 
 def _dummy_file(load: Load, generator: torch.Generator) -> torch.Tensor:
-    """A file's tensor: weights as above, any bits for integers, scales that are positive."""
+    """A dummy tensor of a file: normal weights, random integers, positive scales."""
     shape = tuple(load.view.shape) if load.file_shape is None else load.file_shape
     dtype, device = load.file_dtype or load.view.dtype, load.view.device
     if not dtype.is_floating_point:

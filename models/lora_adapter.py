@@ -26,13 +26,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from asyncllm.errors import LoRALoadError
+from asyncllm.lora import WEIGHTS_FILE
 from asyncllm.models.layers.experts_method import ExpertsShape
-from asyncllm.models.layers.lora import ALL, LoRALayers, Place, WeightPart
+from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.layers.lora_experts import LoRAExperts
+from asyncllm.models.layers.lora_places import ALL, Place, WeightPart
 from asyncllm.models.lora_config import PeftConfig, read_config
 from asyncllm.models.lora_tensors import PIECE_ROWS, AdapterTensors
 
-WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLED_FILE = "adapter_model.bin"
 NAME = re.compile(
     r"base_model\.model\.(.+?)\.(lora_[AB]\.weight|lora_B\.bias|lora_embedding_[AB]"
@@ -69,8 +70,13 @@ def read_adapter(folder: Path, layers: LoRALayers, slot: torch.Tensor) -> Adapte
             slot.zero_()
             reader = _Reader(AdapterTensors(file, opened), config, layers, layers.places(slot))
             rank = reader.fill()
+            layers.mark(slot)
     except (SafetensorError, OSError) as error:
         raise LoRALoadError(f"{file}: {error}") from error
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):  # torch's words
+            raise
+        raise LoRALoadError(f"{file}: the host has no memory to read it: {error}") from error
     return AdapterInfo(_hash(config_bytes, file), rank, tuple(sorted(reader.modules)))
 
 

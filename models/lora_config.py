@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from asyncllm.errors import LoRALoadError
+from asyncllm.lora import CONFIG_FILE
 
-CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_PATTERN_CHARS = 256
 # Matched against many names: a repeated group could take for ever.
@@ -39,6 +39,7 @@ class PeftConfig(msgspec.Struct):
     use_bdlora: Any = None
     arrow_config: Any = None
     layer_replication: Any = None
+    init_lora_weights: Any = True
     velora_config: Any = None
     kasa_config: Any = None
     monteclora_config: Any = None
@@ -52,6 +53,8 @@ class PeftConfig(msgspec.Struct):
         return float(alpha / math.sqrt(rank) if self.use_rslora else alpha / rank)
 
 
+# Beginnings of a training that take the matrices out of the base: they are for what is left of it.
+CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Settings under which the tensors mean more than what their names say, and what is served.
 SERVED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -87,6 +90,11 @@ def read_config(folder: Path) -> tuple[PeftConfig, bytes]:
         if value not in served:
             wanted = ", ".join(repr(each) for each in served if each not in ([], {}))
             raise LoRALoadError(f"{file}: {name} {value!r} is not supported, only {wanted}")
+    if str(config.init_lora_weights).lower().startswith(CHANGE_THE_BASE):
+        raise LoRALoadError(
+            f"{file}: init_lora_weights {config.init_lora_weights!r} is not supported, as its "
+            "matrices are for a changed base: save with path_initial_model_for_weight_conversion"
+        )
     if not (config.r > 0 and math.isfinite(config.lora_alpha)):
         raise LoRALoadError(f"{file}: r {config.r}, lora_alpha {config.lora_alpha}")
     return config, text

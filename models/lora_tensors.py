@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from asyncllm.errors import LoRALoadError
-from asyncllm.models.layers.lora import WeightPart
+from asyncllm.models.layers.lora_places import WeightPart
 
 DTYPES = ("F32", "F16", "BF16")
 PIECE_ROWS = 4096  # of a whole weight at a time: a vocabulary's is a gigabyte

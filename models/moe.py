@@ -1,8 +1,7 @@
-"""Families with experts in place of the feed-forward.
+"""Families with routed experts instead of a dense feed-forward.
 
-Qwen3, on all layers but those that the file names; Qwen2, and beside its experts one that every
-token passes through, times its own gate; OLMoE, with norms of q and k over all their heads;
-Mixtral, which is Mistral with experts in every layer.
+Qwen3-MoE: in all layers except those that config.json names. Qwen2-MoE: with a gated shared expert.
+OLMoE: with q and k norms over all heads. Mixtral: Mistral with experts in every layer.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from asyncllm.model_config import ModelConfig
-from asyncllm.models.decoder import DecoderSpec, DenseDecoder, FeedForward
-from asyncllm.models.dense import qwen3_spec
+from asyncllm.models.decoder import DecoderSpec, FeedForward
+from asyncllm.models.dense import qwen3
 from asyncllm.models.layers.attention import AttentionSpec
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.experts import Experts, Router
@@ -25,19 +24,18 @@ LOAD = load_each(gate="gate_proj", up="up_proj", down="down_proj")
 MIXTRAL_LOAD = load_each(gate="w1", up="w3", down="w2")
 
 
-def build_qwen3_moe(config: ModelConfig, build: Build) -> DenseDecoder:
+def qwen3_moe(config: ModelConfig, build: Build) -> DecoderSpec:
     shape = qwen_experts(config)
 
     def feed_forward(index: int, name: str) -> FeedForward:
         if not has_experts(config, index):
             return dense_mlp(config, name, build)
-        router = Router(f"{name}.gate", shape, qwen_routing(config), build)
-        return Experts(f"{name}.experts", shape, router, build)
+        return routed_experts(name, shape, qwen_routing(config), build)
 
-    return DenseDecoder(config, replace(qwen3_spec(config), feed_forward=feed_forward), build)
+    return replace(qwen3(config, build), feed_forward=feed_forward)
 
 
-def build_qwen2_moe(config: ModelConfig, build: Build) -> DenseDecoder:
+def qwen2_moe(config: ModelConfig, build: Build) -> DecoderSpec:
     hf, shape = config.hf_config, qwen_experts(config)
 
     def feed_forward(index: int, name: str) -> FeedForward:
@@ -50,68 +48,50 @@ def build_qwen2_moe(config: ModelConfig, build: Build) -> DenseDecoder:
         router = Router(f"{name}.gate", shape, qwen_routing(config), build)
         return Experts(f"{name}.experts", shape, router, build, shared, gate)
 
-    spec = DecoderSpec(
-        layer_windows(config),
-        attention=AttentionSpec(qkv_bias=hf.qkv_bias),
-        feed_forward=feed_forward,
-    )
-    return DenseDecoder(config, spec, build)
+    attention = AttentionSpec(qkv_bias=hf.qkv_bias)
+    return DecoderSpec(layer_windows(config), attention=attention, feed_forward=feed_forward)
 
 
-def build_olmoe(config: ModelConfig, build: Build) -> DenseDecoder:
+def olmoe(config: ModelConfig, build: Build) -> DecoderSpec:
     require(config, clip_qkv=(None,))
     hf = config.hf_config
-    shape = ExpertsShape(
-        num_experts=positive(config, "num_experts"),
-        hidden_size=hf.hidden_size,
-        size=hf.intermediate_size,
-        load=LOAD,
-        activation=activation_of(config),
-    )
-
-    def feed_forward(index: int, name: str) -> FeedForward:
-        router = Router(f"{name}.gate", shape, qwen_routing(config), build)
-        return Experts(f"{name}.experts", shape, router, build)
-
-    bias = hf.attention_bias
-    spec = DecoderSpec(
+    num_experts = positive(config, "num_experts")
+    shape = experts_shape(config, num_experts, hf.intermediate_size)
+    bias, routing = hf.attention_bias, qwen_routing(config)
+    return DecoderSpec(
         windows=(None,) * config.num_layers,
         attention=AttentionSpec(qkv_bias=bias, output_bias=bias, qk_norm="all"),
-        feed_forward=feed_forward,
+        feed_forward=lambda _, name: routed_experts(name, shape, routing, build),
     )
-    return DenseDecoder(config, spec, build)
 
 
-def build_mixtral(config: ModelConfig, build: Build) -> DenseDecoder:
-    hf = config.hf_config
-    shape = ExpertsShape(
-        num_experts=positive(config, "num_local_experts"),
-        hidden_size=hf.hidden_size,
-        size=hf.intermediate_size,
-        load=MIXTRAL_LOAD,
-        parts=("w1", "w3", "w2"),
-        activation=activation_of(config),
-    )
+def mixtral(config: ModelConfig, build: Build) -> DecoderSpec:
+    num_experts = positive(config, "num_local_experts")
+    shape = experts_shape(config, num_experts, config.hf_config.intermediate_size)
+    shape = replace(shape, load=MIXTRAL_LOAD, parts=("w1", "w3", "w2"))
     top_k = positive(config, "num_experts_per_tok", at_most="num_local_experts")
     routing = Routing(top_k, renormalise=True)
 
     def feed_forward(index: int, name: str) -> FeedForward:
         name = name.removesuffix("mlp") + "block_sparse_moe"
-        router = Router(f"{name}.gate", shape, routing, build)
-        return Experts(f"{name}.experts", shape, router, build)
+        return routed_experts(name, shape, routing, build)
 
-    spec = DecoderSpec(layer_windows(config), feed_forward=feed_forward)
-    return DenseDecoder(config, spec, build)
+    return DecoderSpec(layer_windows(config), feed_forward=feed_forward)
+
+
+def experts_shape(config: ModelConfig, num_experts: int, size: int) -> ExpertsShape:
+    hidden, activation = config.hf_config.hidden_size, activation_of(config)
+    return ExpertsShape(num_experts, hidden, size, LOAD, activation=activation)
+
+
+def routed_experts(name: str, shape: ExpertsShape, routing: Routing, build: Build) -> Experts:
+    router = Router(f"{name}.gate", shape, routing, build)
+    return Experts(f"{name}.experts", shape, router, build)
 
 
 def qwen_experts(config: ModelConfig) -> ExpertsShape:
-    return ExpertsShape(
-        num_experts=positive(config, "num_experts"),
-        hidden_size=config.hf_config.hidden_size,
-        size=positive(config, "moe_intermediate_size"),
-        load=LOAD,
-        activation=activation_of(config),
-    )
+    num_experts = positive(config, "num_experts")
+    return experts_shape(config, num_experts, positive(config, "moe_intermediate_size"))
 
 
 def qwen_routing(config: ModelConfig) -> Routing:

@@ -1,12 +1,12 @@
-"""OLMo 2 and 3: norms behind the sublayers only, and of q and k over all their heads.
+"""OLMo 2 and 3: norms after the sublayers only; q and k norms over all their heads.
 
-OLMo 3 has windows and a rotary for each type of layers.
+OLMo 3 has windows and one RoPE per layer type.
 """
 
 from __future__ import annotations
 
 from asyncllm.model_config import ModelConfig
-from asyncllm.models.decoder import DecoderSpec, DenseDecoder, NormNames
+from asyncllm.models.decoder import DecoderSpec, NormNames
 from asyncllm.models.layers.attention import AttentionSpec
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.rotary import Rotary, build_rotary
@@ -18,26 +18,25 @@ NORMS = NormNames(
     before_feed_forward=None,
     after_feed_forward="post_feedforward_layernorm",
 )
-OFFSET = 0.0  # its norms multiply by their weights before they round
+OFFSET = 0.0  # norms are multiplied by their weight before rounding
 
 
-def build_olmo2(config: ModelConfig, build: Build) -> DenseDecoder:
-    return _build(config, build, ())
+def olmo2(config: ModelConfig, build: Build) -> DecoderSpec:
+    return _spec(config, ())
 
 
-def build_olmo3(config: ModelConfig, build: Build) -> DenseDecoder:
+def olmo3(config: ModelConfig, build: Build) -> DecoderSpec:
     kinds = config.hf_config.layer_types
     rotaries = {kind: build_rotary(config, build, layer_type=kind) for kind in sorted({*kinds})}
-    return _build(config, build, tuple(rotaries[kind] for kind in kinds))
+    return _spec(config, tuple(rotaries[kind] for kind in kinds))
 
 
-def _build(config: ModelConfig, build: Build, rotaries: tuple[Rotary, ...]) -> DenseDecoder:
+def _spec(config: ModelConfig, rotaries: tuple[Rotary, ...]) -> DecoderSpec:
     bias = config.hf_config.attention_bias
-    spec = DecoderSpec(
+    return DecoderSpec(
         windows=layer_windows(config),
         rotaries=rotaries,
         attention=AttentionSpec(qkv_bias=bias, output_bias=bias, qk_norm="all", norm_offset=OFFSET),
         norms=NORMS,
         norm_offset=OFFSET,
     )
-    return DenseDecoder(config, spec, build)

@@ -1,4 +1,4 @@
-"""Decode steps of a dense decoder by the kernel that runs them whole."""
+"""Decode steps of a dense decoder by the persistent kernel, which runs a whole step."""
 
 from __future__ import annotations
 
@@ -10,34 +10,65 @@ import torch
 from asyncllm.attention.base import DecodeRows
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.kernels.declaration import DenseShape, Launch, current_stream
-from asyncllm.kernels.persistent_decode import KERNEL, MAX_ROWS, Args, Layer, exchange_words
+from asyncllm.kernels.persistent_decode import (
+    FORMATS,
+    KERNEL,
+    MAX_ROWS,
+    PLAIN,
+    Args,
+    Layer,
+    exchange_words,
+)
+from asyncllm.models.base import CausalLM
 from asyncllm.models.decoder import DecoderLayer, DenseDecoder
+from asyncllm.models.layers.linear_method import LinearMethod
+from asyncllm.models.quantization.method import QuantizedLinearMethod
+
+
+def weight_format(model: CausalLM) -> str | None:
+    """How all layers of a decoder store their weights, in the kernel's words; None where it has
+    none for them, for layers that differ in it, or for another model."""
+    if not isinstance(model, DenseDecoder) or not model.is_plain:
+        return None
+    formats = {_format_of(linear.method) for layer in model.layers for linear in layer.linears}
+    return formats.pop() if len(formats) == 1 else None
+
+
+def _format_of(method: LinearMethod) -> str | None:
+    if not isinstance(method, QuantizedLinearMethod):
+        return PLAIN
+    scheme = method.scheme  # its activations do not matter: of few rows they stay in 16 bits
+    if scheme.has_order:
+        return None
+    return FORMATS.get((scheme.kind, scheme.group, scheme.has_offset))
 
 
 class PersistentDecode:
-    """For one model, which the kernel supports, and its KV cache. Steps must not overlap."""
+    """Runs steps of a model that the kernel supports. Steps must not overlap."""
 
     def __init__(
         self, model: DenseDecoder, cache: KVCache, launch: Launch, num_blocks: int
     ) -> None:
-        """`launch`: the compiled kernel's; `num_blocks`: that are on the device at once."""
-        self._model = model  # keeps its tensors' memory
+        """launch: the compiled kernel. num_blocks: resident on the device at the same time."""
+        self._model = model  # keeps its tensors alive
         self._launch = launch
         self._num_blocks = num_blocks
         sizes, device = _sizes_of(model), cache.layers[0].device
-        # What blocks pass to each other, of this step and of the next; all bits of a word: empty.
+        # Words that blocks exchange, of this step and the next; empty words have all bits set.
         num_words = exchange_words(sizes, model.attention_layers[0], num_blocks)
         shape = (2, sizes.num_layers, num_words)
         self._exchange = torch.full(shape, -1, dtype=torch.int32, device=device)
-        # Which of these two is next; then whether a step got stuck.
+        # Which of the two is next; whether a step got stuck.
         self._words = torch.zeros(2, dtype=torch.int32, device=device)
         words = self._words.data_ptr()
         self._layers = _layer_table(model, cache.layers)
+        self._offsets = _offset_table(model, device)
         self._constants = {
             **_numbers(model, sizes, cache.layers[0]),
             "layers": self._layers.data_ptr(),
             "final_norm": model.norm.constants.weight.data_ptr(),
             "head": model.lm_head.weight.data_ptr(),
+            "offsets": self._offsets.data_ptr(),
             "exchange": self._exchange.data_ptr(),
             "layer_bytes": 4 * num_words,
             "phase": words,
@@ -46,15 +77,15 @@ class PersistentDecode:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether any step so far waited in vain for a block. Waits for the device."""
+        """Whether a block of any step has timed out waiting for another. Waits for the device."""
         return bool(self._words[-1])
 
     def forward(
         self, token_ids: torch.Tensor, rows: DecodeRows, prompt_lens: torch.Tensor | None
     ) -> torch.Tensor:
-        """Logits [rows, vocab_size] of int32 token_ids [rows] at `rows.positions`, whose keys and
-        values are written to their pages. Capturable. For at most MAX_ROWS rows. Each row has a NaN
-        where a block waited in vain for another.
+        """Logits [rows, vocab_size] of token_ids, int32 [rows], at `rows.positions`. Writes keys
+        and values to their pages. Capturable. Takes up to MAX_ROWS rows. If a block times out
+        waiting for another, each row has a NaN.
         """
         embeddings = self._model.embed_tokens(token_ids)
         rotation = self._model.rotaries[0].rotation(rows.positions, prompt_lens)
@@ -79,7 +110,7 @@ class PersistentDecode:
 
 
 def _sizes_of(model: DenseDecoder) -> DenseShape:
-    """As its weights have them."""
+    """The sizes of the model's weights."""
     vocab_size, hidden_size = model.lm_head.weight.shape
     _, _, gate_up, _ = model.layers[0].linears
     intermediate_size = gate_up.weights["weight"].shape[0] // 2
@@ -87,7 +118,7 @@ def _sizes_of(model: DenseDecoder) -> DenseShape:
 
 
 def _numbers(model: DenseDecoder, sizes: DenseShape, pages: torch.Tensor) -> dict[str, int | float]:
-    """The numbers among the kernel's arguments that no step changes."""
+    """The kernel's numeric arguments that are the same in all steps."""
     layer, head_norm = model.attention_layers[0], model.attention_layers[0].head_norm
     return {
         "page_stride": pages.stride(0),
@@ -112,6 +143,13 @@ def _layer_table(model: DenseDecoder, pages: Sequence[torch.Tensor]) -> torch.Te
     return torch.frombuffer(bytearray(layers), dtype=torch.uint8).to(pages[0].device)
 
 
+def _offset_table(model: DenseDecoder, device: torch.device) -> torch.Tensor:
+    """Addresses, 0 where there are none: int64 [num_layers, 4]."""
+    offsets = [[one.weights.get("offset") for one in layer.linears] for layer in model.layers]
+    addresses = [[address or 0 for address in _addresses(each)] for each in offsets]
+    return torch.tensor(addresses, dtype=torch.int64, device=device)
+
+
 def _layer_of(layer: DecoderLayer, pages: torch.Tensor) -> Layer:
     norms = layer.before_attention, layer.before_feed_forward
     first, second = (None if norm is None else norm.constants.weight for norm in norms)
@@ -119,6 +157,7 @@ def _layer_of(layer: DecoderLayer, pages: torch.Tensor) -> Layer:
     q_norm, k_norm = _addresses([None, None] if norm is None else [norm.q_weight, norm.k_weight])
     return Layer(
         weights=_addresses([linear.weights["weight"] for linear in layer.linears]),
+        scales=_addresses([linear.weights.get("scale") for linear in layer.linears]),
         biases=_addresses([linear.weights.get("bias") for linear in layer.linears]),
         norms=_addresses([first, None, second, None]),  # of the four products' inputs
         q_norm=q_norm,
@@ -128,7 +167,7 @@ def _layer_of(layer: DecoderLayer, pages: torch.Tensor) -> Layer:
 
 
 def _addresses(tensors: Sequence[torch.Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
-    """Null for what there is not."""
+    """The tensors' addresses, null for None."""
     assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
     addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     return (ctypes.c_void_p * len(tensors))(*addresses)

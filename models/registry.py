@@ -1,10 +1,11 @@
-"""The builder of each architecture that `ModelConfig` lets through."""
+"""Builds the model of a configuration: a native family, or transformers' own code."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 
 import torch
 
@@ -12,56 +13,19 @@ from asyncllm.attention.registry import resolve_backend
 from asyncllm.config import EngineConfig
 from asyncllm.errors import ModelLoadError, UnsupportedModelError
 from asyncllm.mesh_config import MeshConfig
-from asyncllm.model_config import ModelConfig
+from asyncllm.model_config import ARCHITECTURES, ModelConfig
 from asyncllm.models.base import CausalLM
-from asyncllm.models.cohere import build_cohere
-from asyncllm.models.deepseek import build_deepseek_v2, build_deepseek_v3
-from asyncllm.models.dense import (
-    build_granite,
-    build_llama,
-    build_mistral,
-    build_phi3,
-    build_qwen2,
-    build_qwen3,
-)
-from asyncllm.models.gemma import build_gemma
-from asyncllm.models.glm4 import build_glm4, build_glm4_moe
-from asyncllm.models.gpt_oss import build_gpt_oss
+from asyncllm.models.decoder import DecoderSpec, DenseDecoder
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.torch_ops import TorchOps
-from asyncllm.models.moe import build_mixtral, build_olmoe, build_qwen2_moe, build_qwen3_moe
-from asyncllm.models.olmo import build_olmo2, build_olmo3
 from asyncllm.models.parallel.mesh import ALONE, Alone, Mesh
+from asyncllm.models.persistent_decode import weight_format
 from asyncllm.models.quantization.select import select_methods
 from asyncllm.models.supported import check_num_tensors
 
 logger = logging.getLogger("asyncllm")
-
-ARCHITECTURES: dict[str, Callable[[ModelConfig, Build], CausalLM]] = {
-    "Cohere2ForCausalLM": build_cohere,
-    "CohereForCausalLM": build_cohere,
-    "DeepseekV2ForCausalLM": build_deepseek_v2,
-    "DeepseekV3ForCausalLM": build_deepseek_v3,
-    "Gemma2ForCausalLM": build_gemma,
-    "Gemma3ForCausalLM": build_gemma,
-    "Glm4ForCausalLM": build_glm4,
-    "Glm4MoeForCausalLM": build_glm4_moe,
-    "GptOssForCausalLM": build_gpt_oss,
-    "GraniteForCausalLM": build_granite,
-    "LlamaForCausalLM": build_llama,
-    "MistralForCausalLM": build_mistral,
-    "MixtralForCausalLM": build_mixtral,
-    "Olmo2ForCausalLM": build_olmo2,
-    "Olmo3ForCausalLM": build_olmo3,
-    "OlmoeForCausalLM": build_olmoe,
-    "Phi3ForCausalLM": build_phi3,
-    "Qwen2ForCausalLM": build_qwen2,
-    "Qwen2MoeForCausalLM": build_qwen2_moe,
-    "Qwen3ForCausalLM": build_qwen3,
-    "Qwen3MoeForCausalLM": build_qwen3_moe,
-}
 
 
 def build_model(
@@ -74,8 +38,8 @@ def build_model(
     keeps_latents: bool = False,
     mesh: Mesh = ALONE,
 ) -> CausalLM:
-    """The model with its weights allocated and uninitialised: `load_weights` fills them. Of ranks
-    that share it each has its part.
+    """The model with its weights allocated and uninitialised: `load_weights` fills them. Each rank
+    of several builds its own shard.
 
     Raises `ModelLoadError` naming config.json and the architecture or key that is not supported.
     """
@@ -87,29 +51,36 @@ def build_model(
     if model_config.implementation == "transformers":
         _check_ranks(model_config, mesh.config)
         check_num_tensors(model_config)
-        # All of the library's model code: seconds.
+        # Imports all of the library's model code, which takes seconds.
         from asyncllm.models.transformers_backend import TransformersModel
 
         return TransformersModel(model_config, build)
     file, architecture = model_config.path / "config.json", model_config.architecture
     try:
-        model = ARCHITECTURES[architecture](model_config, build)
+        model = DenseDecoder(model_config, decoder_spec(model_config, build), build)
     except AttributeError as error:  # a model_type whose configuration lacks what this one needs
         model_type = model_config.hf_config.model_type
         raise ModelLoadError(
             f"{file}: model_type {model_type!r} does not fit {architecture}: {error}"
         ) from error
-    except NotImplementedError as error:  # of a method of a layer's weights
+    except NotImplementedError as error:  # raised by a quantization method
         raise UnsupportedModelError(f"{file}: {architecture} does not do {error}") from error
     if methods.schemes and device.type != "meta":
         logger.info(methods.describe())
-        if device.type == "cuda":
-            logger.info("persistent decode is for models in 16 bits alone")
+        if device.type == "cuda" and weight_format(model) is None:
+            logger.info("persistent decode does not take this model in these weights")
     return model
 
 
+def decoder_spec(config: ModelConfig, build: Build) -> DecoderSpec:
+    """The differences of a native family, by the function that its module has for it."""
+    module, function = ARCHITECTURES[config.architecture]
+    make: Callable[..., DecoderSpec] = getattr(import_module(f"asyncllm.models.{module}"), function)
+    return make(config, build)
+
+
 def _check_ranks(model_config: ModelConfig, mesh: MeshConfig) -> None:
-    """Raise `ModelLoadError` but for tensor parallel plans, which transformers' code has."""
+    """transformers' code has tensor-parallel plans alone. Raises `ModelLoadError` for others."""
     for flag, is_used in (
         (f"pipeline_parallel_size {mesh.pp}", mesh.pp > 1),
         ("enable_expert_parallel", mesh.by_expert),
@@ -122,10 +93,11 @@ def _check_ranks(model_config: ModelConfig, mesh: MeshConfig) -> None:
 
 
 def settle(config: EngineConfig) -> tuple[EngineConfig, CausalLM]:
-    """With the implementation that serves its model exactly; and that model without memory.
+    """The configuration with the implementation that serves its model, and that model without
+    memory.
 
-    What a native family does not serve is left to transformers, unless ours was asked for. Raises
-    as `build_model`.
+    A model that our family does not serve exactly is left to transformers, unless ours was asked
+    for. Raises as `build_model`.
     """
     backend = resolve_backend(config.attention_backend, torch.device(config.device))
     dtype, latents = getattr(torch, config.dtype), keeps_latents(config, backend)
@@ -143,8 +115,8 @@ def settle(config: EngineConfig) -> tuple[EngineConfig, CausalLM]:
 
 
 def keeps_latents(config: EngineConfig, backend: str) -> bool:
-    """Whether attention takes latents: torch's does, and a kernel of ours on CUDA. With adapters
-    keys and values are made, as an adapter may change how. backend: as `resolve_backend` says."""
+    """Whether the pages of an MLA model hold latents. With adapters they hold keys and values,
+    whose projections an adapter may change. backend: as `resolve_backend` returns it."""
     return backend in ("torch", "flashinfer") and not config.enable_lora
 
 
@@ -156,6 +128,6 @@ def model_without_memory(
     mesh: Mesh = ALONE,
     ops: Ops | None = None,
 ) -> CausalLM:
-    """For what is to be known before there are weights. Raises as `build_model`."""
+    """A model on the meta device: layers and shapes without weights. Raises as `build_model`."""
     meta, ops = torch.device("meta"), ops or TorchOps()
     return build_model(model_config, dtype, meta, ops, max_model_len, None, keeps_latents, mesh)

@@ -1,21 +1,23 @@
-"""Checks of what the native families take for granted of a configuration.
+"""Checks of the configuration keys that native families depend on.
 
 Every error names config.json, the key and its value.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from asyncllm.errors import ModelLoadError, UnsupportedModelError
+from asyncllm.gguf_file import LINK
 from asyncllm.mesh_config import MeshConfig
 from asyncllm.model_config import ModelConfig
-from asyncllm.models.checkpoint import num_stored_layers
 from asyncllm.models.layers.ops import SILU, Activation
 from asyncllm.models.layers.rotary import HeadOrder
-from asyncllm.models.loader import open_checkpoint
+from asyncllm.models.loader import stored_names
 
-FIRST_STAGE = ("model.embed_tokens.", "model.norm.", "lm_head.")  # what it has besides layers
+FIRST_STAGE = ("model.embed_tokens.", "model.norm.", "lm_head.")  # tensors it has besides layers
+LAYER_NAME = re.compile(r"model\.layers\.(\d{1,9})\.")
 ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": Activation("gelu_tanh")}
 
 
@@ -38,7 +40,7 @@ def require(config: ModelConfig, **values: tuple[Any, ...]) -> None:
 
 
 def positive(config: ModelConfig, key: str, at_most: str | None = None) -> int:
-    """A key that counts something, no more than another one. Raises `ModelLoadError`."""
+    """A key that must be a positive integer, at most another key's. Raises `ModelLoadError`."""
     value = getattr(config.hf_config, key, None)
     if not isinstance(value, int) or value < 1:
         raise unsupported(config, key, "must be a positive integer")
@@ -58,7 +60,7 @@ def activation_of(config: ModelConfig) -> Activation:
 
 
 def layer_windows(config: ModelConfig) -> tuple[int | None, ...]:
-    """One entry per layer, as `layer_types` names them; without, one window for all."""
+    """Each layer's window by `layer_types`; without that key, one window for all layers."""
     hf = config.hf_config
     if getattr(hf, "layer_types", None) is None:
         return (getattr(hf, "sliding_window", None),) * config.num_layers
@@ -73,7 +75,7 @@ def layer_windows(config: ModelConfig) -> tuple[int | None, ...]:
 
 
 def head_order(config: ModelConfig, interleaved: bool = False) -> HeadOrder | None:
-    """The order that heads need where `partial_rotary_factor` rotates a part; None where none."""
+    """The order of head entries for partial or interleaved RoPE; None for plain NeoX RoPE."""
     factor = (config.hf_config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
     rotary_dim = int(config.head_dim * factor) if isinstance(factor, float | int) else 0
     if not 0 < rotary_dim <= config.head_dim or rotary_dim % 2 or config.head_dim % 2:
@@ -84,7 +86,7 @@ def head_order(config: ModelConfig, interleaved: bool = False) -> HeadOrder | No
 
 
 def unused_names(config: ModelConfig, mesh: MeshConfig) -> dict[str, None]:
-    """The tensors of other stages, and of layers behind the last, which predict further tokens."""
+    """The tensors of other pipeline stages, and of multi-token-prediction layers after the last."""
     num_drafts = getattr(config.hf_config, "num_nextn_predict_layers", None) or 0
     indices = {*range(config.num_layers + num_drafts)} - {*mesh.layers(config.num_layers)}
     prefixes = tuple(f"model.layers.{index}." for index in indices)
@@ -92,32 +94,28 @@ def unused_names(config: ModelConfig, mesh: MeshConfig) -> dict[str, None]:
         prefixes += FIRST_STAGE
     if not prefixes:
         return {}
-    try:
-        names = open_checkpoint(config.path).names
-    except ModelLoadError:  # raised again where the weights are asked for
-        return {}
-    return {name: None for name in names if name.startswith(prefixes)}
+    return {name: None for name in stored_names(config.path) if name.startswith(prefixes)}
 
 
 def check_num_tensors(config: ModelConfig) -> None:
     """Raise `ModelLoadError` for more layers than the checkpoint has tensors, whatever their names:
-    layers are built one by one, until memory ends."""
-    try:
-        num_tensors = len(open_checkpoint(config.path).names)
-    except ModelLoadError:  # raised again where the weights are asked for
-        return
-    if config.num_layers > num_tensors:
+    building them one by one would exhaust memory."""
+    num_tensors = len(stored_names(config.path))
+    if 0 < num_tensors < config.num_layers:
         reason = f"is more than the {num_tensors} tensors of the checkpoint"
         raise ModelLoadError(_text(config, "num_hidden_layers", reason))
 
 
 def check_decoder(config: ModelConfig) -> None:
-    """All that every family takes for granted. Raises `ModelLoadError`."""
+    """The checks that all families need. Raises `ModelLoadError`."""
     hf = config.hf_config
     if hf.num_attention_heads % config.num_kv_heads:
         reason = f"is no multiple of {config.num_kv_heads} key-value heads"
         raise ModelLoadError(_text(config, "num_attention_heads", reason))
-    num_stored = num_stored_layers(config.path)  # before layers are built until memory ends
-    if num_stored and config.num_layers > num_stored:
+    if (config.path / LINK).is_file():  # a GGUF header takes long to read
+        return
+    found = map(LAYER_NAME.match, stored_names(config.path))
+    num_stored = 1 + max((int(name[1]) for name in found if name), default=-1)
+    if 0 < num_stored < config.num_layers:  # building them would exhaust memory
         reason = f"is more than the {num_stored} of the checkpoint"
         raise ModelLoadError(_text(config, "num_hidden_layers", reason))

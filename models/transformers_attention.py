@@ -1,14 +1,14 @@
-"""The attention of transformers' own model code, as one registered function of ours.
+"""Attention of transformers' model code, by a registered attention function of ours.
 
-Before a model has weights it runs once on the meta device. This trial says, layer by layer, which
-module calls attention with which heads, scale, window, soft cap and sinks, and refuses what paged
-attention would not compute exactly: masks that are neither causal nor a sliding window, arguments
-that are unknown here. Windows are those of the masks that the model asks transformers for, which
-its eager attention obeys, whatever it says in arguments.
+Before a model has weights it runs once on the meta device. This trial records, for each layer,
+which module calls attention with which heads, scale, window, soft cap and sinks. It refuses all
+that paged attention would not compute exactly: masks that are neither causal nor a sliding window,
+and unknown arguments. Windows are taken from the masks that the model requests from transformers,
+which its eager attention obeys, and not from arguments.
 
-All pages have one shape, so heads are padded with zeros to the largest: more KV heads, more query
-heads to each of them, a larger dimension (V's to K's too). Zeros add nothing to a score, and the
-padding of the output is cut off. q and k come rotated.
+All pages have one shape, so heads are padded with zeros to the largest shape: more KV heads, more
+query heads per KV head, and a larger head_dim (also of V). Zeros do not change scores, and the
+padding of the output is removed. q and k arrive rotated.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from asyncllm.models.transformers_rope import HANDLER, StepRotary
 
 RUN, TRIAL = "asyncllm", "asyncllm_trial"  # attention implementations: without and with masks
 LAYER = "asyncllm_layers"  # the attribute of modules that attend: an `AttentionLayer` per call
-FAR = 1 << 30  # a position behind every window
-# Arguments without a meaning for packed causal self-attention that is given no mask.
+FAR = 1 << 30  # a position beyond all windows
+# Arguments that do not matter for packed causal self-attention without a mask.
 HARMLESS = {
     "cache_position", "dropout", "layer_idx", "logits_to_keep", "output_attentions",
     "output_hidden_states", "output_router_logits", "past_key_value", "past_key_values",
@@ -38,16 +38,16 @@ HARMLESS = {
 }  # fmt: skip
 
 
-Rotations = dict[StepRotary | None, Rotation]  # None: of layers that do not rotate
+Rotations = dict[StepRotary | None, Rotation]  # None: for layers that do not rotate
 
 
 class Unservable(Exception):
-    """Why a model is refused, as the end of a sentence that begins with its class."""
+    """Why a model is refused: the end of a sentence that begins with its class."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionCall:
-    """One layer's attention as its model calls it."""
+    """A layer's attention, as its model calls it."""
 
     module: nn.Module
     num_heads: int
@@ -57,12 +57,12 @@ class AttentionCall:
     scale: float
     window: int | None
     soft_cap: float | None
-    sinks: str | None  # the name of the module's parameter
+    sinks: str | None  # name of the module's parameter
     slopes: torch.Tensor | None  # float32 [num_heads], on the CPU
 
 
 class Trial:
-    """Records the attention calls of one forward pass on the meta device."""
+    """Records the attention calls of a forward pass on the meta device."""
 
     def __init__(self, max_model_len: int) -> None:
         self.max_model_len = max_model_len
@@ -89,11 +89,11 @@ class Trial:
             )
         is_causal = others.pop("is_causal", None)
         is_causal = is_causal is not False and getattr(module, "is_causal", True)
-        if mask is None and not is_causal:  # where there is a mask, it says so
+        if mask is None and not is_causal:  # else the mask is checked
             raise Unservable(f"has attention that is not causal in {type(module).__name__}")
         for name, value in others.items():
             if isinstance(value, torch.Tensor) and not value.numel():
-                continue  # it says nothing
+                continue  # it has no effect
             if name not in HARMLESS and value is not None and value is not False:
                 what = "a tensor" if isinstance(value, torch.Tensor) else repr(value)[:60]
                 raise Unservable(f"passes {name} ({what}) to attention in {type(module).__name__}")
@@ -115,7 +115,7 @@ class Trial:
         return v.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
 
     def _window(self, mask: torch.Tensor | None, sliding_window: int | None) -> int | None:
-        if mask is None:  # the model makes none, and relies on the argument
+        if mask is None:  # the model relies on the argument
             return sliding_window
         made = getattr(mask, HANDLER, None) or getattr(mask._base, HANDLER, None)
         if made is None:
@@ -124,7 +124,7 @@ class Trial:
         return self._window_of(function, size)
 
     def _window_of(self, function: Callable[..., Any], size: int | None) -> int | None:
-        """The window of transformers' mask function, by asking it for some pairs."""
+        """The window of transformers' mask function, found by calling it for some pairs."""
 
         def sees(query: int, key: int) -> bool:
             return bool(function(0, 0, torch.tensor(query), torch.tensor(key)))
@@ -138,7 +138,7 @@ class Trial:
                 starts = (FAR, FAR + 1, FAR + size // 2)
                 if all(sees(q, q - size + 1) and not sees(q, q - size) for q in starts):
                     return size
-        except (RuntimeError, IndexError):  # a function of tensors, whose values are not known here
+        except (RuntimeError, IndexError):  # it depends on tensors without values
             pass
         if size is not None and size >= self.max_model_len:
             return None
@@ -149,7 +149,7 @@ class Trial:
 
 
 class HeadShape(NamedTuple):
-    """The heads of every layer: the largest of all calls."""
+    """The padded shape of heads in all layers: the largest of all calls."""
 
     num_kv_heads: int
     group: int  # query heads of one KV head
@@ -157,7 +157,7 @@ class HeadShape(NamedTuple):
 
     @classmethod
     def of(cls, calls: Sequence[AttentionCall], head_dims: tuple[int, ...]) -> HeadShape:
-        """head_dims: those that kernels have, ascending; a larger one is taken as it is."""
+        """head_dims: those of kernels, ascending; a larger one is not padded."""
         if not calls:  # all layers are recurrent
             return cls(1, 1, 2)
         largest = max(max(call.head_dim, call.v_dim) for call in calls)
@@ -169,13 +169,13 @@ class HeadShape(NamedTuple):
         )
 
     def is_of(self, call: AttentionCall) -> bool:
-        """The call's heads need no padding."""
+        """Whether the call's heads need no padding."""
         heads = call.num_kv_heads, call.num_heads // call.num_kv_heads
         return (*heads, call.head_dim) == self and call.v_dim == self.head_dim
 
 
 class Step:
-    """The step that runs, as far as attention needs to know it: set for each forward pass."""
+    """The current step, as far as attention needs it: set for each forward pass."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class Step:
         self.rotations: Rotations = {}
         self.positions: torch.Tensor | None = None  # int64 [T]
         self.shape = shape
-        self._calls: Counter[nn.Module] = Counter()  # in this pass
+        self._calls: Counter[nn.Module] = Counter()  # calls in this forward pass
         self._padded: list[tuple[AttentionCall, torch.Tensor, torch.Tensor]] = []  # sinks
         self.layers = [
             self._layer(index, call, head_norm(call)) for index, call in enumerate(calls)
@@ -224,7 +224,7 @@ class Step:
         return self._of_all_heads(call, slopes.to(device))
 
     def _of_all_heads(self, call: AttentionCall, of_heads: torch.Tensor) -> torch.Tensor:
-        """[the call's heads] -> [the layer's], zeros for those that it has not."""
+        """Pad a value per head with zeros: [the call's heads] -> [the layer's heads]."""
         num_kv_heads, group, _ = self.shape
         if len(of_heads) == num_kv_heads * group:
             return of_heads
@@ -233,8 +233,8 @@ class Step:
         return F.pad(of_groups, more).flatten()
 
     def finish_loading(self) -> None:
-        """Give the layers' own copies what was loaded."""
-        for call, sinks, padded in self._padded:  # graphs hold their addresses
+        """Copy loaded sinks to the layers' padded copies."""
+        for call, sinks, padded in self._padded:  # in place, as graphs have their addresses
             padded.copy_(self._of_all_heads(call, sinks))
 
     def attention(
@@ -246,7 +246,7 @@ class Step:
         mask: torch.Tensor | None,
         **others: Any,
     ) -> torch.Tensor:
-        """q [1, heads, T, dim], k and v [1, kv_heads, T, dim]: [1, T, heads, v_dim]."""
+        """[1, T, heads, v_dim] from q [1, heads, T, dim], k and v [1, kv_heads, T, dim]."""
         assert self.mixer is not None
         layers: list[AttentionLayer] = getattr(module, LAYER)
         layer = layers[self._calls[module] % len(layers)]
@@ -256,7 +256,7 @@ class Step:
         kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
         heads = out.view(1, -1, *self.shape)
         found = heads[:, :, :kv_heads, :group, : v.shape[3]].flatten(2, 3)
-        return found if len(layers) == 1 else found.clone()  # the next call writes it again
+        return found if len(layers) == 1 else found.clone()  # the next call overwrites it
 
 
 def _parameter_name(module: nn.Module, tensor: torch.Tensor) -> str:
@@ -282,7 +282,7 @@ def _attention(
 def _trial_mask(
     *, q_length: int, kv_length: int, mask_function: Callable[..., Any], **others: Any
 ) -> torch.Tensor:
-    """A mask without contents that says what would have made it."""
+    """A mask without contents, which has the mask function as an attribute."""
     mask = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device="meta")
     setattr(mask, HANDLER, (mask_function, others.get("local_size")))
     return mask

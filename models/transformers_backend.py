@@ -1,11 +1,11 @@
-"""Any causal LM of transformers' table as a `CausalLM`: its model code over our paged attention.
+"""Runs transformers' model code with our paged attention: any of its causal LMs as a `CausalLM`.
 
-transformers computes all but attention. A step is one packed row, without its cache and its masks.
-The head runs on the sampled rows only, by the class's own forward with the hidden states given, so
-that what follows it (soft caps, scales) is the class's own. No code of a model folder is run.
+transformers computes all but attention. A step is one packed row, without cache and masks. The LM
+head only runs on sampled rows, by the class's own `forward` with given hidden states, so that soft
+caps and scales of the class apply. Code in a model folder is never run.
 
-A model is built with its parameters on the meta device (transformers_build.py); after a trial there
-(transformers_trial.py) they get their memory.
+A model is built with its parameters on the meta device (transformers_build.py). After a trial run
+there (transformers_trial.py) the parameters are allocated.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ KERNEL_HEAD_DIMS = (64, 128, 256)  # of 16-bit types; torch's attention takes an
 
 
 class TransformersModel:
-    """A `CausalLM`; see there for shapes."""
+    """A `CausalLM`, which documents shapes."""
 
-    full_read_tokens = 1  # how many experts there are, its classes say by many names
+    full_read_tokens = 1  # the number of experts has a different name in each class
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
-        """Raises `ModelLoadError` where the class would not compute what it does by itself."""
+        """Raises `ModelLoadError` if the class would not compute the same as with its own code."""
         try:
             self._model = model = without_weights(config, build)
             shards = shard_by_plan(model, build.mesh.config)
@@ -83,8 +83,8 @@ class TransformersModel:
                 logger.info("serving text alone, without %s", ", ".join(tried.idle))
             shape = HeadShape.of(tried.calls, KERNEL_HEAD_DIMS if build.dtype.itemsize == 2 else ())
             fusion = None
-            # On the meta device there is nothing to prove, and nobody runs it. What adapters add
-            # comes between what fusion joins.
+            # Nothing runs on the meta device, so nothing is fused. Adapters add to the outputs of
+            # layers that fusion would merge.
             if build.device != META and build.lora is None:
                 fusion = _fuse(model, tried, shape, rotaries, build)
             allocate(model, build.device)
@@ -98,7 +98,7 @@ class TransformersModel:
                 f"{config.path / 'config.json'}: architectures {config.architecture!r} {error}, "
                 "which is not served"
             ) from error
-        # A start warms kernels up in threads of its own, and the step is the model's, not a call's.
+        # The model has one current step, and prewarming runs it in other threads.
         self._running = threading.Lock()
         for module in model.modules():
             setattr(module, HANDLER, step)
@@ -133,7 +133,7 @@ class TransformersModel:
 
     def _forward(self, inputs: TokenInputs, mixer: Mixer) -> torch.Tensor:
         step, positions = self._step, inputs.positions
-        # Before the first layer: kernels read them before their wait.
+        # Before the first layer: kernels start early, and read them before they wait.
         rotations: Rotations = {
             rotary: rotary.rotation(positions, inputs.prompt_lens) for rotary in self._rotaries
         }
@@ -173,18 +173,18 @@ Rotaries = dict[tuple[Any, str | None], StepRotary]  # by module and type of lay
 
 
 def _step_rotaries(model: nn.Module, max_model_len: int) -> Rotaries:
-    """Find the modules whose angles we know. Those that depend on a sequence's length, of which a
-    packed row has several, give ours from now on."""
+    """The rotary modules whose angles we compute. Modules whose angles depend on a sequence's
+    length are replaced, as a packed row has several sequences."""
     found: Rotaries = {}
     for module in rotary_modules(model):
         types = [*module.rope_type] if isinstance(module.rope_type, dict) else [None]
         for layer_type in types:
             kind = module.rope_type[layer_type] if layer_type else module.rope_type
-            if kind == "axial":  # of images
+            if kind == "axial":  # for images
                 continue
             try:
                 found[module, layer_type] = StepRotary(module, layer_type, max_model_len)
-            except Exception as error:  # of no common base, as what the module does
+            except Exception as error:  # modules may raise anything
                 if kind not in STATIC_ROPE_TYPES:
                     raise Unservable(f"has rope_type {kind!r} ({one_line(error)})") from error
         if any(found[key].by_length for key in found if key[0] is module):
@@ -199,12 +199,12 @@ class _GivenPositions(nn.Module):
 
 
 def give_positions(module: nn.Module) -> None:
-    """Those of the step, whatever the model has counted."""
+    """Have a module use the step's positions instead of those that its model counts."""
     module.__class__ = type(type(module).__name__, (_GivenPositions, type(module)), {})
 
 
 def _fuse(model: Any, tried: Tried, shape: HeadShape, rotaries: Rotaries, build: Build) -> Fusion:
-    """Replace what is proved to compute as ours does; what is merged has its memory."""
+    """Find the modules that are proved equal to ours, and allocate merged weights."""
     fusion = Fusion(model, build.dtype, build.device)
     for call in tried.calls:
         arguments = tried.named.get(call.module, {})
@@ -220,7 +220,7 @@ def _fuse(model: Any, tried: Tried, shape: HeadShape, rotaries: Rotaries, build:
 
 
 def _let_give(base: Any) -> None:
-    """Let a base model return its attribute `given`, where there is one, instead of computing."""
+    """Have a base model return its attribute `given`, unless it is None, instead of computing."""
     model_class = type(base)
 
     def forward(self: Any, *args: Any, **arguments: Any) -> Any:
@@ -229,7 +229,7 @@ def _let_give(base: Any) -> None:
         return model_class.forward(self, *args, **arguments)
 
     base.given = None
-    # A subclass, as a function of this one module would keep the module that keeps it.
-    # The library's tables of names hold for modules of its own.
+    # A subclass, because a function set on the module would form a reference cycle with it. The
+    # library's name tables need the original `__module__`.
     changes = {"forward": forward, "__module__": model_class.__module__}
     base.__class__ = type(model_class.__name__, (model_class,), changes)

@@ -1,7 +1,6 @@
-"""A model of transformers' without weights, and the memory for them.
+"""Builds transformers models without weights, and allocates their parameters.
 
-It is built with its parameters on the meta device and its buffers computed, as only the class knows
-how.
+Parameters are on the meta device. Buffers are computed, as only the class knows how.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"
 
 
 def without_weights(config: ModelConfig, build: Build) -> Any:
-    """The class's model: buffers on the CPU, parameters on the meta device."""
+    """The model, with buffers on the CPU and parameters on the meta device."""
     model_class = getattr(transformers, config.architecture)
     if not isinstance(config.hf_config, model_class.config_class):
         raise Unservable(f"does not fit model_type {config.hf_config.model_type!r}")
@@ -44,16 +43,14 @@ def without_weights(config: ModelConfig, build: Build) -> Any:
     if is_legacy:
         check_legacy(config.architecture, config.hf_config)
     if getattr(text, "use_bidirectional_attention", None) == "vision":
-        text.use_bidirectional_attention = (
-            None  # between an image's tokens, of which there are none
-        )
+        text.use_bidirectional_attention = None  # it concerns images, which are not supported
     try:
         with no_init_weights(), _parameters_on_meta():
             model = model_class._from_config(
                 config.hf_config, dtype=dtype, attn_implementation="eager" if is_legacy else TRIAL
             )
             model.tie_weights()
-    except Exception as error:  # a class's own checks have no common base
+    except Exception as error:  # classes may raise anything
         raise Unservable(f"cannot be built: {one_line(error)}") from error
     if is_legacy:
         replace_attention(model)
@@ -65,10 +62,10 @@ def without_weights(config: ModelConfig, build: Build) -> Any:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Each parameter that a module registers in this thread has no memory; buffers are as made.
+    """Parameters that this thread registers go to the meta device; buffers do not.
 
-    torch's meta device as a context would take the buffers, too. Modules that an application builds
-    in another thread meanwhile are left alone.
+    torch's meta device as a context would affect buffers, too. Modules that the application builds
+    in other threads are not affected.
     """
     register, builder = nn.Module.register_parameter, threading.get_ident()
 
@@ -86,7 +83,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
-    """Keep in float32 what the class wants so: some for float16 only, some always."""
+    """Keep parameters in float32 that the class lists: always, or with float16."""
     kept = set(model._keep_in_fp32_modules_strict or ())
     if dtype is torch.float16:
         kept |= set(model._keep_in_fp32_modules or ())
@@ -97,8 +94,7 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Memory for the parameters that have none, shared where they are tied; other tensors to the
-    device."""
+    """Allocate all parameters on the meta device, tied ones once, and move other tensors."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -1,9 +1,8 @@
-"""Experts of transformers' models, by grouped products that wait for nothing.
+"""Experts of transformers models, by grouped GEMMs that do not wait for the device.
 
-Most classes ask transformers for its experts function, of which there is one of ours. Others loop
-over the experts that a step touches, which the host has to wait for: neither a trial on the meta
-device nor a graph can do that. Their modules have a forward of ours here; each class was compared
-with its own `generate`.
+Most classes use transformers' experts function, and get one of ours. Others loop over the experts
+that a step touches, for which the host waits: this works neither on the meta device nor in a graph.
+Such modules get a `forward` of ours here; each class was compared with its own `generate`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ LANGUAGE = "asyncllm_language"  # the attribute of X-MOD's adapters
 def _experts(
     module: nn.Module, hidden: torch.Tensor, expert_ids: torch.Tensor, gates: torch.Tensor
 ) -> torch.Tensor:
-    """In the trial only their shape."""
+    """transformers' experts function. On the meta device only the shape matters."""
     if hidden.device.type == "meta":
         return torch.empty_like(hidden)
     out: torch.Tensor = grouped_mm_experts_forward(module, hidden, expert_ids, gates)
@@ -38,8 +37,8 @@ ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
 
 
 def replace_experts(model: Any) -> None:
-    """Before the trial."""
-    with suppress(AttributeError, ValueError):  # it has no experts that could be set
+    """To be called before the trial."""
+    with suppress(AttributeError, ValueError):  # the class does not use the function
         model.set_experts_implementation(EXPERTS)
     for module in model.modules():
         if (ours := REPLACED.get(type(module).__name__)) is not None:
@@ -48,15 +47,15 @@ def replace_experts(model: Any) -> None:
             setattr(module, LANGUAGE, model.config.default_language)
 
 
-class _Replaced(nn.Module):
-    """A module of another class, from whom it has its attributes."""
+class _Mixin(nn.Module):
+    """Mixed into a module's class, whose attributes it uses."""
 
     def __getattr__(self, name: str) -> Any:
         return super().__getattr__(name)
 
 
-class _IdentityExperts(_Replaced):
-    """LongCat's: those behind the others give what they are given."""
+class _IdentityExperts(_Mixin):
+    """LongCat: the last experts return their input."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -79,8 +78,8 @@ class _IdentityExperts(_Replaced):
         return out + (hidden_states * share).to(out.dtype)
 
 
-class _StackedExperts(_Replaced):
-    """DBRX's: each weight [experts * size, hidden_size]."""
+class _StackedExperts(_Mixin):
+    """DBRX: weights [experts * size, hidden_size]."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -100,7 +99,7 @@ class _StackedExperts(_Replaced):
 
 
 class _KeptOnDevice(TorchFunctionMode):
-    """`tolist` gives the tensor itself."""
+    """`tolist` returns the tensor."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), named: Any = None
@@ -108,16 +107,16 @@ class _KeptOnDevice(TorchFunctionMode):
         return args[0] if function is torch.Tensor.tolist else function(*args, **(named or {}))
 
 
-class _DeviceSizes(_Replaced):
-    """JetMoE's gate: how many rows each expert has, as a tensor."""
+class _DeviceSizes(_Mixin):
+    """JetMoE's gate: the number of rows of each expert stays a tensor."""
 
     def forward(self, hidden_states: torch.Tensor) -> Any:
         with _KeptOnDevice():
             return super().forward(hidden_states)
 
 
-class _SortedExperts(_Replaced):
-    """JetMoE's, of rows that are sorted by expert."""
+class _SortedExperts(_Mixin):
+    """JetMoE: rows are sorted by expert."""
 
     def forward(self, inputs: torch.Tensor, expert_size: torch.Tensor) -> torch.Tensor:
         if inputs.device.type == "meta":
@@ -126,8 +125,8 @@ class _SortedExperts(_Replaced):
         return F.grouped_mm(inputs, self.weight.transpose(1, 2), offs=ends)
 
 
-class _SortedTransposed(_Replaced):
-    """Aria's: the same by weights [experts, in, out]."""
+class _SortedTransposed(_Mixin):
+    """Aria: the same with weights [experts, in, out]."""
 
     def forward(self, input: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
         if input.device.type == "meta":
@@ -136,8 +135,8 @@ class _SortedTransposed(_Replaced):
         return F.grouped_mm(input, self.weight, offs=ends)
 
 
-class _OneLanguage(_Replaced):
-    """X-MOD's adapters: all tokens have that of the default language."""
+class _OneLanguage(_Mixin):
+    """X-MOD: all tokens use the adapter of the default language."""
 
     def lang_adapter(self, lang_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         residual = hidden_states
@@ -152,7 +151,7 @@ class _OneLanguage(_Replaced):
 
 
 REPLACED: dict[str, type[nn.Module]] = {
-    "AriaGroupedExpertsGemm": _SortedTransposed,  # of older versions
+    "AriaGroupedExpertsGemm": _SortedTransposed,  # in older versions
     "DbrxExperts": _StackedExperts,
     "JetMoeParallelExperts": _SortedExperts,
     "JetMoeTopKGating": _DeviceSizes,

@@ -1,8 +1,8 @@
-"""Which modules of transformers' models our kernels do instead, each after a proof.
+"""Finds modules of transformers models that our kernels replace, each after a proof of equality.
 
-A module is a candidate by the names of its children. What it depends on besides its weights and
-attributes is its place in the model (`layer_idx`), so attention is proved layer by layer, and what
-has none once per kind.
+Candidates are found by the names of their children. A module's result depends on its weights, its
+attributes and its `layer_idx`. So attention is proved for each layer, and modules without
+`layer_idx` once per kind.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ OUT_NAMES = ("o_proj", "out_proj", "dense")
 
 
 class Fusion:
-    """The modules of a model that ours replace. Found before its parameters have memory."""
+    """The modules to replace. It is made before parameters are allocated."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-        """device: for the proofs."""
+        """device: of the proofs."""
         self._model, self._dtype, self._device = model, dtype, device
         self._proved: dict[Hashable, bool] = {}
         uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
@@ -67,7 +67,7 @@ class Fusion:
     def add_attention(
         self, call: AttentionCall, named: dict[str, Any], rotaries: Sequence[StepRotary | None]
     ) -> None:
-        """named: the arguments that the model gave to the module; rotaries: to be tried."""
+        """named: keyword arguments of the module in the trial. rotaries: candidates."""
         linears = self._siblings(call.module, QKV_NAMES)
         out = next((getattr(call.module, n) for n in OUT_NAMES if hasattr(call.module, n)), None)
         if linears is None or not isinstance(out, nn.Linear) or call.head_dim != call.v_dim:
@@ -75,7 +75,7 @@ class Fusion:
         norms = getattr(call.module, "q_norm", None), getattr(call.module, "k_norm", None)
         offsets = {id(module): offset for module, offset in self.norms}
         if norms != (None, None) and any(offsets.get(id(norm)) != 0 for norm in norms):
-            return  # not ours, or of 1 + weight, which kernels of heads do not add
+            return  # not proved, or of 1 + weight, which the kernels do not support
         plan = AttentionPlan(call, Siblings(linears), out, None, None)
         if norms != (None, None):
             plan.norms = norms
@@ -85,7 +85,7 @@ class Fusion:
                 return
 
     def allocate(self, device: torch.device) -> None:
-        """Memory for what is merged."""
+        """Allocate merged weights."""
         self._merged = self._others()
         norms, mlps = [{module for module, _ in found} for found in (self.norms, self.mlps)]
         attentions = {plan.call.module for plan in self.attentions}
@@ -99,7 +99,7 @@ class Fusion:
             siblings.allocate(device)
 
     def apply(self, step: Step, ops: Ops) -> None:
-        """To the modules, whose parameters have memory."""
+        """Replace the modules. Parameters are allocated."""
         self.by_norm = [ByNorm(module, offset, ops) for module, offset in self.norms]
         for (module, _), norm in zip(self.norms, self.by_norm, strict=True):
             norm.bind()
@@ -137,19 +137,19 @@ class Fusion:
     def _siblings(
         self, module: Any, names: Sequence[tuple[str, ...]]
     ) -> Sequence[nn.Linear] | None:
-        """Children of the first of these sets of names that the module has, which can be merged."""
+        """The module's children with the first of these sets of names, if they can be merged."""
         for each in names:
             found = [module._modules.get(name) for name in each]
             if all(type(child) is nn.Linear for child in found):
                 kinds = {(c.in_features, c.bias is None, c.weight.dtype) for c in found if c}
-                # Those of several modules, or of one twice, are found by their first name alone.
+                # Weights shared with other modules cannot be merged.
                 is_tied = not self._tied.isdisjoint(id(c.weight) for c in found if c)
                 if len(kinds) == 1 and not is_tied and found[0].weight.dtype == self._dtype:
                     return found
         return None
 
     def _others(self) -> list[Siblings]:
-        """Siblings in modules whose code is not ours."""
+        """Linear layers of the same input in modules that are not replaced."""
         ours = {id(plan.call.module) for plan in self.attentions}
         ours |= {id(module) for module, _ in self.mlps}
         found = []
@@ -161,29 +161,25 @@ class Fusion:
         return found
 
     def _norm_offset(self, module: Any) -> float | None:
-        """The offset of an RMSNorm that computes x / rms(x) * (offset + weight); None of others."""
+        """The offset of an RMSNorm, x / rms(x) * (offset + weight); None for other modules."""
         if [name for name, _ in module.named_parameters()] != ["weight"]:
             return None
         if module._buffers or module._modules or module.weight.dim() != 1 or eps_of(module) is None:
             return None
         if module.weight.dtype != self._dtype:
             return None
-        if len(inspect.signature(module.forward).parameters) > 1:  # as a gate
+        if len(inspect.signature(module.forward).parameters) > 1:  # such as a gate
             return None
         found = (o for o in (0.0, 1.0) if self._once(module, proves_norm, o))
         return next(found, None)
 
     def _once(self, module: Any, proves: Callable[..., bool], *arguments: Any) -> bool:
-        """Prove one module of each kind: those that do not know their place are alike."""
+        """Prove a module, or use the result of another module of the same kind."""
         hashable = [each for each in arguments if isinstance(each, float)]
         key = (*_kind(module), proves, *hashable)
         if hasattr(module, "layer_idx") or key not in self._proved:
             self._proved[key] = holds(proves, module, *arguments, self._device)
         return self._proved[key]
-
-
-def has_projections(module: nn.Module) -> bool:
-    return any(all(hasattr(module, name) for name in names) for names in QKV_NAMES)
 
 
 def _kind(module: nn.Module) -> Iterator[Hashable]:

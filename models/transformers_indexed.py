@@ -1,8 +1,8 @@
-"""Layers that attend to what an index of theirs chooses, while it chooses everything.
+"""Layers with sparse attention by an index (DeepSeek sparse attention), run as full attention.
 
-Each token of such a layer (DeepSeek sparse attention) sees the tokens that a small attention beside
-it finds best, so many that a sequence which is no longer is seen whole, and the index decides
-nothing: its modules are left out. A max_model_len beyond that is refused.
+In such layers a token attends to the top-k tokens of a small attention, the index. If k is at least
+max_model_len, it attends to all tokens, and the index' modules are left out. A larger max_model_len
+is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 from asyncllm.models.transformers_attention import Unservable
 
-# By type of layers: how many tokens each sees at least, and what says so.
+# By layer type: the number of tokens that it attends to, and the name of the setting.
 SEEN: dict[str, tuple[Callable[[Any], int], str]] = {
     "indexed_attention": (lambda text: int(text.index_topk), "index_topk"),
     "deepseek_sparse_attention": (lambda text: int(text.index_topk), "index_topk"),  # older
@@ -27,12 +27,12 @@ SEEN: dict[str, tuple[Callable[[Any], int], str]] = {
 
 
 def check_index(text: Any, max_model_len: int) -> None:
-    """Raises `Unservable` where the index of a layer would leave something out."""
+    """Raises `Unservable` if a layer's index would leave tokens out."""
     for layer_type in set(getattr(text, "layer_types", None) or ()) & SEEN.keys():
         count, key = SEEN[layer_type]
         try:
             num_seen = count(text)
-        except AttributeError:  # an index of another kind
+        except AttributeError:  # another kind of index
             raise Unservable(f"has layer_types {layer_type!r} without {key}") from None
         if num_seen < max_model_len:
             raise Unservable(
@@ -56,7 +56,7 @@ class _ChoosesAll(nn.Module):
 
 
 class _WithIndex(nn.Module):
-    """Attention that takes its index's part of a mask, although no mask is made."""
+    """Attention that slices its mask by the index; without a mask it gets an empty one."""
 
     def forward(self, *args: Any, **named: Any) -> Any:
         if named.get("attention_mask") is None:

@@ -1,11 +1,11 @@
-"""Decoder layers of transformers' models with their additions and norms in our kernels.
+"""Decoder layers of transformers models, with additions and norms fused.
 
-    hidden += attention(norm(hidden))        the addition and the next norm are one kernel, at one
-    hidden += feed_forward(norm(hidden))     row the product before them, too
+    hidden += attention(norm(hidden))        the addition and the next norm are one kernel, with one
+    hidden += feed_forward(norm(hidden))     row also the GEMM before them
 
-A layer whose code is just that, as a twin of it proves whose sublayers are others, and whose norms,
-attention and feed-forward are ours. What it gives is the hidden states, as before; the next layer's
-norm of them is made by the same kernel, and kept for who is given the very same tensor.
+This applies to layers whose code does just that, which is proved on a copy with other sublayers,
+and whose norms, attention and feed-forward are replaced. A layer still returns hidden states. The
+same kernel computes the next layer's norm, which is kept until that layer gets the same tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FIRST, ATTENTION, SECOND, FEED_FORWARD = (
 
 @dataclass(slots=True)
 class Kept:
-    """The norm of hidden states that their layer has made already."""
+    """The norm of hidden states, computed by the layer before."""
 
     hidden: torch.Tensor | None = None
     normed: Normed | None = None
@@ -61,7 +61,7 @@ class FusedLayer:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         x = self.kept.take(hidden)
         residual = hidden[0]
-        if x is None:  # somebody else may read these
+        if x is None:  # others may use this tensor
             residual = residual.clone()
             x = Normed(self.ops.rms_norm(residual, self.first.norm))
         seen = Normed(self.attention.attend(x))
@@ -76,7 +76,7 @@ class FusedLayer:
         return out
 
     def _added(self, x: Normed, linear: Any, end: AddRMSNorm) -> Normed:
-        if hasattr(linear, ON_RANK):  # a sum of several ranks
+        if hasattr(linear, ON_RANK):  # summed over ranks
             return end.apply(self.ops, linear(x.whole()))
         weight, bias = linear.weight, linear.bias
         fused = end.fused(self.ops, x, weight, bias)
@@ -86,8 +86,8 @@ class FusedLayer:
 def find_layers(
     model: nn.Module, kinds: Sequence[Collection[nn.Module]], device: torch.device
 ) -> list[list[Any]]:
-    """Runs of layers, one after another, that are proved to be ours. kinds: the norms, attentions,
-    norms and feed-forwards that are; device: for the proofs."""
+    """Runs of consecutive layers that can be fused. kinds: replaced norms, attentions, norms and
+    feed-forwards. device: of the proofs."""
     runs: list[list[Any]] = []
     for layers in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
         runs.append([])
@@ -100,7 +100,7 @@ def find_layers(
 
 
 def replace_layers(runs: Sequence[Sequence[Any]], ops: Ops) -> None:
-    """Whose parts are replaced already."""
+    """Replace layers, whose parts are replaced already."""
     kept = Kept()
     for run in runs:
         for layer, following in zip(run, [*run[1:], None], strict=True):
@@ -115,7 +115,7 @@ def _parts(layer: Any) -> list[Any]:
 
 
 def _has(layer: Any, kinds: Sequence[Collection[nn.Module]]) -> bool:
-    """These parts, and nothing else that has a parameter."""
+    """Whether a layer has these parts, and nothing else with parameters."""
     with_any = {child for child in layer.children() if any(True for _ in child.parameters())}
     parts = _parts(layer)
     is_of = all(part in kind for part, kind in zip(parts, kinds, strict=True))
@@ -123,7 +123,7 @@ def _has(layer: Any, kinds: Sequence[Collection[nn.Module]]) -> bool:
 
 
 class _Sublayer(nn.Module):
-    """Any function, which both sides of a proof have."""
+    """An arbitrary function, for both sides of a proof."""
 
     def __init__(self, factor: float, is_attention: bool) -> None:
         super().__init__()

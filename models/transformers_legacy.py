@@ -1,10 +1,10 @@
-"""Attention of transformers' classes that predate its attention functions.
+"""Attention of transformers classes that predate its attention functions.
 
-Their modules multiply q by k, add a mask, take the softmax and multiply by v with torch's own
-functions. While such a module runs, its first product of two activations becomes `Scores`, which
-note what they are scaled by and what grows with the distance (ALiBi), and otherwise do nothing, and
-their product with the values is our attention. What their masks hide is not looked at: each class
-was compared with its own `generate`.
+Their modules multiply q by k, add a mask, apply the softmax and multiply by v with torch functions.
+While such a module runs, its first product of two activations becomes `Scores`. These record
+scaling and biases that grow with the distance (ALiBi) but compute nothing, and their product with
+the values calls our attention. Masks are not examined: each class was compared with its own
+`generate`.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ LEGACY = frozenset(
         "RemBertForCausalLM", "RoFormerForCausalLM", "TrOCRForCausalLM", "XGLMForCausalLM",
     }
 )  # fmt: skip
-# Encoders, unless their configuration says otherwise.
+# Encoders, unless is_decoder is set.
 ENCODERS = frozenset(
     {
         "BigBirdForCausalLM", "MegatronBertForCausalLM", "RemBertForCausalLM",
         "RoFormerForCausalLM",
     }
 )  # fmt: skip
-SLOPES = "asyncllm_slopes"  # the attribute of modules whose scores get them
+SLOPES = "asyncllm_slopes"  # the attribute of modules with ALiBi
 PRODUCTS = {torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.bmm}
 DIVISIONS = {torch.div, torch.Tensor.div, torch.Tensor.__truediv__, torch.Tensor.__itruediv__}
 MULTIPLICATIONS = {torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__imul__}
 SUMS = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__}
-KEEPING = {F.softmax, F.dropout, torch.max, torch.where, torch.softmax}  # ours does it, or nobody
+KEEPING = {F.softmax, F.dropout, torch.max, torch.where, torch.softmax}  # our attention does these
 
 
 def check_legacy(architecture: str, config: Any) -> None:
-    """Raise `Unservable` where a class of LEGACY would compute something else."""
+    """Raise `Unservable` if a class of LEGACY would compute something else."""
     is_decoder = getattr(config, "is_decoder", None)
     if is_decoder is False or (is_decoder is None and architecture in ENCODERS):
         raise Unservable(f"has is_decoder {is_decoder!r}")
@@ -54,7 +54,7 @@ def check_legacy(architecture: str, config: Any) -> None:
 
 
 class Scores:
-    """q times k, of one module, before or after the softmax."""
+    """A module's scores, q @ k, before or after the softmax."""
 
     def __init__(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor) -> None:
         """q [..., T, dim], k [..., dim, T]."""
@@ -86,7 +86,7 @@ class Scores:
         return self._scaled(1 / float(other))
 
     def __mul__(self, other: Any) -> Scores:
-        if isinstance(other, torch.Tensor) and other.dim():  # of zeros and ones
+        if isinstance(other, torch.Tensor) and other.dim():  # a mask of zeros and ones
             return self + other
         return self._scaled(float(other))
 
@@ -97,7 +97,7 @@ class Scores:
         return self
 
     def __add__(self, mask: Any) -> Scores:
-        """Add a mask, or a bias of each head."""
+        """Add a mask, or a bias per head."""
         if mask.dim() > 2 and mask.shape[-3] != 1:
             if getattr(self._module, SLOPES, None) is None:
                 raise Unservable("adds a bias of each head to its scores")
@@ -107,7 +107,7 @@ class Scores:
     __radd__, __itruediv__, __imul__, __iadd__ = __add__, __truediv__, __mul__, __add__
 
     def __matmul__(self, values: torch.Tensor) -> torch.Tensor:
-        """The attention's output, with the dimensions of `values`."""
+        """The attention output, with the dimensions of `values`."""
         heads = [x if x.dim() == 4 else x[None] for x in (self._q, self._k.mT, values)]
         q, k, v = (x.to(values.dtype) for x in heads)
         out: torch.Tensor = getattr(self._module, HANDLER).attention(
@@ -117,7 +117,7 @@ class Scores:
         return out.transpose(1, 2).reshape(*self.shape[:-1], values.shape[-1])
 
     def _slopes(self) -> torch.Tensor | None:
-        if self._slope_scale is None or self.device.type != "meta":  # a step knows them already
+        if self._slope_scale is None or self.device.type != "meta":  # only the trial needs them
             return None
         return torch.tensor(getattr(self._module, SLOPES)) * self._slope_scale
 
@@ -165,7 +165,7 @@ class _Products(TorchFunctionMode):
         beta: float = 1.0,
         alpha: float = 1.0,
     ) -> Scores:
-        """Add a bias of each head, or memory that was not written (beta 0)."""
+        """baddbmm adds a bias per head; with beta 0, `bias` is uninitialised memory."""
         scores = Scores(self._module, batch1, batch2) * alpha
         return scores + bias if beta and getattr(self._module, SLOPES, None) is not None else scores
 
@@ -177,7 +177,7 @@ class _LegacyAttention(nn.Module):
 
 
 def replace_attention(model: Any) -> None:
-    """Replace the attention of a model of one of the LEGACY classes."""
+    """Replace the attention modules of a model of a LEGACY class."""
     slopes = _alibi_slopes(model)
     for module in list(_attention_modules(model)):
         module.__class__ = type(type(module).__name__, (_LegacyAttention, type(module)), {})
@@ -185,7 +185,7 @@ def replace_attention(model: Any) -> None:
 
 
 def _attention_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """The innermost by name."""
+    """The innermost modules that are named Attention."""
     for module in model.modules():
         named = [each for each in module.modules() if type(each).__name__.endswith("Attention")]
         if named == [module]:
@@ -193,7 +193,8 @@ def _attention_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _alibi_slopes(model: Any) -> list[float] | None:
-    """By head, of a class with ALiBi: what its own function adds for a distance of one."""
+    """The ALiBi slope of each head: what the class's own function adds per distance. None without
+    ALiBi."""
     code, num_heads = sys.modules[type(model).__module__], model.config.num_attention_heads
     if hasattr(code, "build_mpt_alibi_tensor"):
         bias = code.build_mpt_alibi_tensor(num_heads, 2)
@@ -207,7 +208,7 @@ def _alibi_slopes(model: Any) -> list[float] | None:
 
 
 def _window(module: Any) -> int | None:
-    """GPT-Neo's, of its local layers."""
+    """The window of GPT-Neo's local layers."""
     if getattr(module, "attention_type", None) != "local":
         return None
     window: int = module.config.window_size

@@ -1,7 +1,7 @@
-"""Our kernels in place of modules of transformers' models, by the modules' own weights.
+"""Replacements of modules of transformers models by our kernels, with the modules' weights.
 
-Merged siblings (q, k and v; gate and up) lie one below the other in one tensor. Their modules keep
-views of it, so that loading knows nothing of it.
+Siblings, linear layers of the same input (q, k and v; gate and up), are merged into one tensor.
+Their modules keep views of it, so loading does not change.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from asyncllm.models.layers.ops import Norm, Normed, Ops
 from asyncllm.models.transformers_attention import Step
 from asyncllm.models.transformers_rope import StepRotary
 
-FUSED = "asyncllm_fused"  # the attribute of a module that runs by ours
+FUSED = "asyncllm_fused"  # the attribute of a module with its replacement
 
 
 class Siblings:
-    """Linear layers of one input, as one product."""
+    """Linear layers of the same input, as one GEMM."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self.linears = linears
@@ -52,12 +52,12 @@ class Product:
 
 
 class SiblingProducts:
-    """Siblings in code that is not ours: whichever is called first computes them all."""
+    """Siblings in modules that are not replaced: the first call computes all of them."""
 
     def __init__(self, siblings: Siblings, ops: Ops) -> None:
         self._siblings, self._ops = siblings, ops
         self._x: torch.Tensor | None = None
-        self._outs: dict[int, torch.Tensor] = {}  # those not yet asked for
+        self._outs: dict[int, torch.Tensor] = {}  # outputs that are not used yet
 
     def __call__(self, place: int, x: torch.Tensor) -> torch.Tensor:
         if self._x is not x or place not in self._outs:
@@ -79,9 +79,9 @@ class ByNorm:
         self.norm = Norm(torch.empty(0), eps_of(module))
 
     def bind(self) -> None:
-        """To the weights: once they are allocated, again when they are loaded."""
+        """Use the module's weight. Called when it is allocated, and again when it is loaded."""
         weight = self._module.weight.detach()
-        if self.offset and len(self.norm.weight) == len(weight):  # graphs hold its address
+        if self.offset and len(self.norm.weight) == len(weight):  # graphs have its address
             self.norm.weight.copy_(weight.float() + self.offset)
         else:
             self.norm = Norm(weight.float() + self.offset if self.offset else weight, self.norm.eps)
@@ -111,7 +111,7 @@ class GatedMLP:
 
 @dataclass(frozen=True, slots=True)
 class ProjectedAttention:
-    """Attention from the projection on, as a native layer has it."""
+    """Attention with a merged projection, as in native layers."""
 
     siblings: Siblings
     out_proj: nn.Module
@@ -138,20 +138,21 @@ def _product(
 
 
 class _Replaced(nn.Module):
-    """Runs by ours, on its first argument."""
+    """Runs the replacement on its first argument."""
 
     def forward(self, *args: Any, **named: Any) -> Any:
         return getattr(self, FUSED)(args[0] if args else named["hidden_states"])
 
 
 def replace_module(module: nn.Module, by: Callable[..., Any]) -> None:
-    """A subclass for the one module: a function of it would keep the module that keeps it."""
+    """Replace a module by `by`, with a subclass for this module: setting its `forward` would form
+    a reference cycle."""
     setattr(module, FUSED, by)
     module.__class__ = type(type(module).__name__, (_Replaced, type(module)), {})
 
 
 def no_rotation(positions: torch.Tensor, dim: int) -> Rotation:
-    """A table of one angle, which is zero."""
+    """A rotation by zero."""
     half = torch.ones(1, dim // 2, device=positions.device)
     return Rotation(torch.zeros_like(positions), torch.cat((half, 0 * half), dim=1))
 

@@ -1,7 +1,7 @@
-"""Proofs that our code computes what a module of transformers' does.
+"""Proofs that our code computes the same as a module of transformers.
 
-A twin of the module gets random weights in float32, and its own code and ours the same inputs: only
-where both give the same, ours runs.
+A copy of the module gets random weights in float32, and its own code and ours get the same inputs.
+Our code is used only if the outputs are equal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOLERANCE = 1e-4  # relative, in float32
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """A layer whose attention is proved to be ours."""
+    """A layer whose attention ours replaces."""
 
     call: AttentionCall
     siblings: Siblings
@@ -37,23 +37,23 @@ class AttentionPlan:
 
 
 def holds(proves: Callable[..., bool], *arguments: Any) -> bool:
-    """Whatever a module's own code cannot do with such inputs proves nothing."""
+    """Whether the proof succeeds. If the module's code raises, it does not."""
     try:
         with torch.inference_mode():
             return proves(*arguments)
-    except Exception:  # of no common base
+    except Exception:
         return False
 
 
 def random_twin(module: Any, device: torch.device) -> Any:
-    """The module with random weights in float32. Its configuration is shared."""
+    """A copy of the module with random weights in float32, which shares its configuration."""
     handler = getattr(module, HANDLER, None)
     memo = {id(each): each for each in (handler, getattr(module, "config", None))}
     for child in module.modules():
         memo |= {id(v): v for v in (getattr(child, "config", None), getattr(child, HANDLER, None))}
     twin = copy.deepcopy(module, memo).to_empty(device=device).float()
     generator = torch.Generator(device).manual_seed(0)
-    # Repeated numbers: to draw as many as a large layer has would take longer than to load it.
+    # Numbers are repeated: drawing all of a large layer's would take longer than loading it.
     drawn = torch.randn(65_537, device=device, generator=generator)
     for parameter in twin.parameters():
         if parameter.dim() == 1:
@@ -78,7 +78,7 @@ def equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 def proves_norm(module: Any, offset: float, device: torch.device) -> bool:
     twin = random_twin(module, device)
     x = random_inputs(len(twin.weight), device)
-    for scale in (1.0, float(eps_of(module)) ** 0.5):  # where eps counts, too
+    for scale in (1.0, float(eps_of(module)) ** 0.5):  # the second one depends on eps
         x32 = x * scale
         ours = x32 * (x32.square().mean(-1, keepdim=True) + eps_of(module)).rsqrt()
         if not equal(ours * (twin.weight + offset), twin(x32)):
@@ -96,7 +96,7 @@ def proves_mlp(module: Any, linears: Sequence[nn.Linear], device: torch.device) 
 
 
 class _Reference:
-    """Attention of a twin: whatever scores are scaled and capped by, both sides have this."""
+    """The attention of both sides of a proof; scaling and soft caps do not matter."""
 
     def attention(
         self,
@@ -128,11 +128,11 @@ def proves_attention(
         cos, sin = plan.rotary.as_module(of_rotary, torch.float32)
         known["position_embeddings"] = cos.to(device), sin.to(device)
     elif named.get("position_embeddings") is not None:
-        angles = random_inputs(plan.call.head_dim, device)  # which must make no difference
+        angles = random_inputs(plan.call.head_dim, device)  # the module must ignore them
         known["position_embeddings"] = angles, angles
     others = {n: v for n, v in named.items() if n not in known}
     if any(map(_is_tensor, others.values())):
-        raise ValueError("it is given more tensors than these")
+        raise ValueError("it takes other tensors")
     theirs = twin(**{n: v for n, v in known.items() if n in named}, **others)
     names = {id(child): name for name, child in module.named_children()}
     outs = [getattr(twin, names[id(linear)])(x) for linear in linears]
@@ -150,7 +150,7 @@ def proves_attention(
 
 
 def _proof_rotation(plan: AttentionPlan, positions: torch.Tensor) -> Rotation:
-    """Ours, over whole heads whose halves rotate."""
+    """Our rotation, which is NeoX-style over whole heads."""
     dim = plan.call.head_dim
     if plan.rotary is None:
         return no_rotation(positions, dim)

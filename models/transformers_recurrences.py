@@ -1,7 +1,7 @@
-"""Recurrences of a step, in place of what transformers' recurrent modules call or do inline.
+"""Replacements of the recurrences in transformers' recurrent modules.
 
-Functions take the arguments of the library's own, which are named in its files, and the module that
-calls; `FORWARDS` are whole modules, by class. Either way the module's `STATES` moves the states.
+Functions take the arguments of the library's functions, and the calling module first. `FORWARDS`
+replace whole modules, by class. Both run recurrences by the module's `STATES`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from asyncllm.models.transformers_attention import Unservable
 STATES = "asyncllm_states"  # the attribute of recurrent modules: a `StateTrial` or a `StateStep`
 SILU_NAMES = ("silu", "swish")
 
-Ref = Callable[[], nn.Module | None]  # a function that kept its module would be kept by it
+Ref = Callable[[], nn.Module | None]  # a weak reference to the module, to avoid a cycle
 
 
 def _recur(module_ref: Ref, inputs: Recurrence) -> torch.Tensor:
     module = module_ref()
-    assert module is not None, "a module is gone, and its code runs"
+    assert module is not None, "the module was deleted"
     return _move(module, inputs)
 
 
@@ -149,8 +149,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 def _lightning_attention(
     self: Any, hidden_states: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, None]:
-    """MiniMax's, a scan of steps of 1 whose heads decay by their slopes. hidden_states, result
-    [1, T, size]."""
+    """MiniMax: a scan with step size 1 and a decay per head. hidden_states, result [1, T, size]."""
     heads = self.act_fn(self.qkv_proj(hidden_states))[0].unflatten(
         1, (self.num_attention_heads, -1)
     )
@@ -165,14 +164,15 @@ def _lightning_attention(
 def _convolved_heads(
     self: Any, hidden_states: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """ZAYA's q, k, v [1, T, heads, head_dim] of hidden_states [1, T, size]: q and k by two
+    """ZAYA: q, k, v [1, T, heads, head_dim] of hidden_states [1, T, size]. q and k pass two
     convolutions, of which the second mixes a head's entries; half of v is of the token before."""
     q, k = self.q_proj(hidden_states), self.k_proj(hidden_states)
     both = torch.cat((q, k), dim=2)[0]
     window = [_delayed(self, both, n) for n in range(self.conv_kernel_size, 0, -1)]
     convolved = self.conv_qk_grouped(self.conv_qk_depthwise(torch.stack([*window, both], dim=2)))
     heads = convolved[..., 0][None].unflatten(2, (-1, self.head_dim))
-    # To both is added a mean of each query head and its key head's, to k over its query heads.
+    # The mean of each query head and its key head is added to both; for k averaged over its query
+    # heads.
     q, k = (each.unflatten(2, (-1, self.head_dim)) for each in (q, k))
     plain = (q + k.repeat_interleave(self.num_key_value_groups, dim=2)) * 0.5
     of_keys = plain.unflatten(2, (-1, self.num_key_value_groups)).mean(dim=3)
@@ -184,7 +184,7 @@ def _convolved_heads(
 
 
 def _delayed(module: Any, x: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """x as it was so many tokens before, zeros before the first: [T, C]."""
+    """x delayed by `num_tokens`, zeros before the first token: [T, C]."""
     weight = x.new_zeros(x.shape[1], num_tokens + 1)
     weight[:, 0] = 1
     return _move(module, Convolution(x, weight, None, silu=False))

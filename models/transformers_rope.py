@@ -1,9 +1,8 @@
-"""The angles of transformers' rotary modules, one row of a table for each token.
+"""The angles of transformers' rotary modules, as tables with a row per position or token.
 
-A static module is asked for the angles of all positions, once. With longrope and dynamic NTK the
-angles depend on the length of a sequence, of which a packed row has several: their modules give
-the angles that are worked out here, each token's by its own sequence (models/layers/rotary.py says
-by which length).
+A static module is called once, for all positions. With longrope and dynamic NTK the angles depend
+on a sequence's length, and a packed row has several sequences. So their modules return angles that
+are computed here, for each token by its own sequence (models/layers/rotary.py defines the length).
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from asyncllm.attention.base import Rotation
 
-HANDLER = "asyncllm_attention"  # the attribute of modules with the step that runs
-ANGLES = "asyncllm_angles"  # of rotary modules that give the step's, by type of layers
+HANDLER = "asyncllm_attention"  # the attribute of modules with the current `Step`, or a trial
+ANGLES = "asyncllm_angles"  # the attribute of replaced rotary modules: layer type -> `StepRotary`
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
-# How a module lays out its cosines and sines [T, dim / 2] over the entries of a head.
+# The layout of a module's cosines and sines [T, dim / 2] over the entries of a head.
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "half": lambda x: torch.cat((x, x), dim=-1),
     "interleaved": lambda x: x.repeat_interleave(2, dim=-1),
@@ -29,16 +28,16 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class StepRotary:
-    """One module's, of one type of its layers."""
+    """The angles of a rotary module, for one layer type."""
 
     def __init__(self, module: Any, layer_type: str | None, max_model_len: int) -> None:
-        """The module's buffers are on the CPU. Raises `ValueError` where it is none of these."""
+        """The module's buffers must be on the CPU. Raises `ValueError` for an unknown kind."""
         kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
         self._module, self._layer_type = module, layer_type
-        self.by_length = kind not in STATIC_ROPE_TYPES  # its module would ask for lengths
+        self.by_length = kind not in STATIC_ROPE_TYPES  # angles depend on a sequence's length
         self._frequencies: torch.Tensor | None = None  # dynamic: by length
         self._scaling = 1.0
-        self._window: int | None = None  # longrope: longer sequences have the table's second part
+        self._window: int | None = None  # longrope: longer sequences use the table's second part
         self.layout, self._table = self._ask(max_model_len)
         if kind == "dynamic":
             lengths = torch.arange(max_model_len + 1).unsqueeze(1)
@@ -60,7 +59,7 @@ class StepRotary:
 
     @property
     def dim(self) -> int:
-        """Entries of a head that rotate."""
+        """The number of a head's entries that rotate."""
         return int(self._table.shape[1])
 
     def to(self, device: torch.device) -> None:
@@ -84,13 +83,13 @@ class StepRotary:
     def as_module(
         self, rotation: Rotation, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [1, T, dim] as the module returns them."""
+        """Cosines and sines [1, T, dim] in the module's layout."""
         halves = rotation.cos_sin.index_select(0, rotation.rows).to(dtype).chunk(2, dim=1)
         cos, sin = (LAYOUTS[self.layout](half)[None] for half in halves)
         return cos, sin
 
     def _ask(self, num_positions: int) -> tuple[str, torch.Tensor]:
-        """The module's layout, and float32 [num_positions, dim]: cosines, then sines."""
+        """The module's layout, and its cosines and sines, float32 [num_positions, dim]."""
         x, positions = torch.zeros(1), torch.arange(num_positions).unsqueeze(0)
         arguments = () if self._layer_type is None else (self._layer_type,)
         cos, sin = (each[0] for each in self._module(x, positions, *arguments))
@@ -103,7 +102,7 @@ class StepRotary:
         raise ValueError("angles in an order of its own")
 
     def _compute(self, kind: str, lengths: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """Frequencies [lengths, dim / 2], and what multiplies cosines and sines."""
+        """Frequencies [lengths, dim / 2], and the factor of cosines and sines."""
         compute: Any = ROPE_INIT_FUNCTIONS[kind]
         config, types = self._module.config, {}
         if self._layer_type is not None:
@@ -117,13 +116,13 @@ def _prefixed(layer_type: str | None, name: str) -> str:
 
 
 class _GivesAngles(nn.Module):
-    """A rotary module whose angles are the step's."""
+    """A rotary module that returns the step's angles."""
 
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rotary = getattr(self, ANGLES)[layer_type]
-        if x.device.type == "meta":  # the trial, which asks for their shape
+        if x.device.type == "meta":  # the trial needs their shape only
             shape = (1, position_ids.shape[-1], rotary.dim // (1 + (rotary.layout == "single")))
             return x.new_empty(shape), x.new_empty(shape)
         rotation: Rotation = getattr(self, HANDLER).rotations[rotary]

@@ -1,17 +1,17 @@
-"""transformers' tensor-parallel plan (`tp_plan`) as a list of what each rank has of a model's code.
+"""Tensor parallelism of transformers models, by the library's plan (`tp_plan`).
 
-The plan names modules and parameters, and how each is divided. A rank's module has its part of the
-weights and its class's own code; around this code come our calls of the mesh. Two modules of a plan
-belong together (what `colwise` leaves divided only `rowwise` takes), so a module whose size ranks
-do not divide makes the model refused, unless its input and output are whole anyway: then each rank
-has all of it, as it has of what the plan does not name.
+The plan names modules and parameters, and how each is divided. A rank's module has a shard of the
+weights and runs its own code, with calls of the mesh before and after it. Modules of a plan depend
+on each other: `rowwise` takes the divided output of `colwise`. So a model is refused if a size
+cannot be divided, unless the module's input and output are whole: then each rank has all of it, as
+of modules that the plan does not name.
 
     colwise                 rows of the weight; the output stays divided
     colwise_gather_output   the same, gathered
-    rowwise                 columns, of a divided input; the outputs are summands
-    rowwise_split_input     the same, of an input that each rank has whole
-    packed_colwise/rowwise  of each half of a weight, gates and ups
-    moe_tp_experts          the experts' outputs are summands
+    rowwise                 columns, for a divided input; outputs are summed
+    rowwise_split_input     the same, for a whole input
+    packed_colwise/rowwise  in each half of a weight, gate and up
+    moe_tp_experts          the experts' outputs are summed
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from asyncllm.models.transformers_attention import Unservable
 from asyncllm.models.transformers_modules import FUSED
 
 ON_RANK = "asyncllm_on_rank"  # the attribute of a module that calls the mesh
-ROW_BYTES = 16  # of which torch's grouped product wants rows to be a multiple
-# Where each rank has all: their other meaning is for gradients, or for memory alone.
+ROW_BYTES = 16  # torch's grouped GEMM needs rows of a multiple of this
+# Styles where each rank has all; they only matter for gradients, or save memory.
 WHOLE = {
     "replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params",
     "embedding_rowwise", "embedding_colwise",
@@ -47,7 +47,7 @@ EXPERTS = "moe_tp_experts"
 
 @dataclass(frozen=True, slots=True)
 class ParameterShard:
-    """The `ranges` of dimension `dim` of a parameter of this shape."""
+    """A rank's `ranges` of dimension `dim` of a parameter. shape: of the whole parameter."""
 
     shape: tuple[int, ...]
     dim: int
@@ -61,8 +61,8 @@ class ParameterShard:
         return torch.cat([tensor[part_of(self.dim, each)] for each in self.ranges], self.dim)
 
     def within(self, start: int, stop: int) -> Iterator[tuple[slice, int]]:
-        """Those of these indices that the rank has, counted from `start`, and where its own
-        begin."""
+        """The rank's part of indices `start` to `stop`: slices relative to `start`, each with the
+        place of its first index in the shard."""
         own = 0
         for each in self.ranges:
             first, last = max(each.start, start), min(each.stop, stop)
@@ -72,24 +72,24 @@ class ParameterShard:
 
 
 def part_of(dim: int, indices: slice) -> tuple[slice, ...]:
-    """As `Load.part`: these indices of a dimension."""
+    """A `Load.part` with these indices of a dimension."""
     return (*[slice(None)] * dim, indices)
 
 
 @dataclass
 class Shards:
-    """A rank's share of a model. mesh: None until the model runs, so that what is tried and proved
-    before calls nobody."""
+    """A rank's shard of a model. mesh: None until the model runs, so that trial and proofs do not
+    communicate."""
 
     config: MeshConfig
     mesh: Mesh | None = None
     parameters: dict[str, ParameterShard] = field(default_factory=dict)
-    elsewhere: set[str] = field(default_factory=set)  # parameters that another rank adds
+    elsewhere: set[str] = field(default_factory=set)  # biases that another rank adds
 
 
 @dataclass(frozen=True, slots=True)
 class OnRank:
-    """Calls before and after a module's own code."""
+    """The calls before and after a module's own code."""
 
     shards: Shards
     is_summed: bool
@@ -178,7 +178,7 @@ class _Plan:
         is_optional = style in GATHERED | SPLIT_INPUT
         is_tied = self._owners[id(module.weight)] > 1
         if is_optional and (size % self._mesh.tp or is_tied):
-            return  # it is whole, and so is its output
+            return  # each rank has all of it
         if is_tied:
             raise self._refusal(f"divides {name}, which is tied to another")
         ranges = self._ranges(name, module, style, size)
@@ -198,7 +198,7 @@ class _Plan:
             self._surround(module, style in SUMMED, part)
 
     def _ranges(self, name: str, module: Any, style: str, size: int) -> tuple[slice, ...]:
-        """The ranges of `size` indices that a rank has."""
+        """This rank's ranges of `size` indices."""
         if style == "colwise" and "attn" in name.split(".")[-2]:
             if (num_kv_heads := self._kv_heads.get(module)) is not None:
                 heads, dim = self._mesh.kv_share(num_kv_heads), size // num_kv_heads
@@ -212,7 +212,7 @@ class _Plan:
         return half, slice(half.start + size // 2, half.stop + size // 2)
 
     def _parameter(self, name: str, module: nn.Module, parameter: str, style: str) -> None:
-        """One that is no linear layer's: of experts, or sinks."""
+        """Divide a parameter that is not of a linear layer: of experts, or sinks."""
         tensor = module._parameters[parameter]
         if tensor is None:
             return
@@ -237,7 +237,8 @@ class _Plan:
         self._shards.parameters[f"{name}.{parameter}"] = shard
 
     def _check_experts(self, name: str, module: nn.Module) -> None:
-        """Their outputs are summed: each parameter must be divided, and products take its rows."""
+        """All parameters must be divided, as outputs are summed, and rows must fit grouped
+        GEMMs."""
         for own, parameter in module.named_parameters():
             if f"{name}.{own}" not in self._shards.parameters:
                 raise self._refusal(f"has {name}.{own}, which its plan leaves whole,")

@@ -1,13 +1,13 @@
-"""The recurrent layers of transformers' own model code, as functions of ours.
+"""Recurrent layers of transformers models, run by our recurrences.
 
-Their modules leave what goes from token to token to few functions of their file: a causal
-convolution, the scan of Mamba 1 or 2, a delta rule. Such a module gets a subclass whose methods
-are its own code with our functions under those names; projections, gates and norms stay its own.
-A module that does it inline gets a forward of ours (both are in transformers_recurrences.py).
-It runs without a cache, as if the step's packed row were one sequence. Where one ends and which
-state belongs to it, our functions know.
+Their modules call a few functions for all that passes from token to token: a causal convolution,
+the scan of Mamba 1 or 2, a delta rule. Such a module gets a subclass whose methods are its own code
+with our functions under these names; projections, gates and norms stay its own. A module that
+computes the recurrence inline gets a `forward` of ours (both are in transformers_recurrences.py).
+It runs without a cache, as if the step's packed row were one sequence; our functions know the
+sequences and their states.
 
-As attention's, a module's calls are noted in the trial on the meta device: each is a `StateLayer`.
+The trial on the meta device records a module's calls, as for attention: each is a `StateLayer`.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from asyncllm.kernels.recurrent.records import (
 )
 from asyncllm.models.transformers_recurrences import FORWARDS, FUNCTIONS, STATES
 
-LAYERS = "asyncllm_state_layers"  # and a `StateLayer` for each call
-MASK_OF_VALUES = "create_recurrent_attention_mask"  # by its values on the host
+LAYERS = "asyncllm_state_layers"  # the attribute of modules with a `StateLayer` per call
+MASK_OF_VALUES = "create_recurrent_attention_mask"  # reads a mask's values on the host
 RECURRENT_TYPES = {
     "linear_attention", "mamba", "mamba2", "conv", "hybrid", "hybrid_sliding", "moe", "mlp",
 }  # fmt: skip
-NO_MIXER_TYPES = {"moe", "mlp"}  # layers that neither attend nor recur
+NO_MIXER_TYPES = {"moe", "mlp"}  # layers without attention or recurrence
 
 
 @dataclass(slots=True)
 class StateTrial:
-    """Records the recurrences of one forward pass on the meta device."""
+    """Records the recurrences of a forward pass on the meta device."""
 
     calls: list[tuple[nn.Module, tuple[int, ...], torch.dtype]]
 
@@ -62,7 +62,7 @@ class StateTrial:
 
 
 class StateStep:
-    """The step that runs, as far as recurrent modules need to know it."""
+    """The current step, as far as recurrent modules need it."""
 
     def __init__(self, trial: StateTrial) -> None:
         self.mixer: Mixer | None = None
@@ -87,7 +87,7 @@ class StateStep:
 
 
 def replace_recurrences(model: nn.Module, trial: StateTrial) -> set[nn.Module]:
-    """The modules that have any; for the trial first."""
+    """Replace recurrences of modules, and return these modules. `trial` handles them first."""
     found = set()
     for module in model.modules():
         methods = dict(_recurrent_methods(type(module)))
@@ -106,9 +106,9 @@ def replace_recurrences(model: nn.Module, trial: StateTrial) -> set[nn.Module]:
 
 
 def _recurrent_methods(module_class: type) -> Iterator[tuple[str, types.FunctionType]]:
-    """Those whose code names one of our functions."""
+    """Methods whose code uses one of the replaced functions."""
     for name, method in inspect.getmembers(module_class, inspect.isfunction):
-        function = inspect.unwrap(method)  # a wrapper for offloaded weights, which are not ours
+        function = inspect.unwrap(method)  # removes a wrapper for offloaded weights
         if isinstance(function, types.FunctionType) and FUNCTIONS.keys() & {
             *function.__code__.co_names
         }:
@@ -116,7 +116,7 @@ def _recurrent_methods(module_class: type) -> Iterator[tuple[str, types.Function
 
 
 def _with_globals(method: types.FunctionType, values: dict[str, Any]) -> types.FunctionType:
-    """The same code, which finds these under their names."""
+    """A copy of a function with other values for some globals."""
     copy = types.FunctionType(
         method.__code__,
         method.__globals__ | values,

@@ -1,13 +1,14 @@
-"""One pass of a model of transformers' on the meta device, before it has weights.
+"""A trial run of a transformers model on the meta device, before it has weights.
 
-It shows which modules attend and how (transformers_attention.py), which give the hidden states,
-whether positions reach those that rotate or embed them, and what text does not pass.
+It records which modules attend and how (transformers_attention.py), which module returns the hidden
+states, whether positions reach the modules that rotate or embed them, and which parts of the model
+text does not use.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,6 @@ from torch import nn
 from asyncllm.errors import one_line
 from asyncllm.models.transformers_attention import AttentionCall, Trial, Unservable
 from asyncllm.models.transformers_build import META, tensors_of
-from asyncllm.models.transformers_fusion import has_projections
 from asyncllm.models.transformers_rope import HANDLER, rotary_modules
 from asyncllm.models.transformers_states import (
     MASK_OF_VALUES,
@@ -32,16 +32,16 @@ TRIAL_TOKENS = 3
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """The calls that one pass on the meta device has shown."""
+    """The record of a trial run."""
 
     calls: list[AttentionCall]
     states: StateTrial
-    base: Any  # the module that gives the hidden states
-    output: type  # of what it returns
-    idle: list[str]  # its towers that text does not pass
-    takes_positions: bool  # else modules that embed them take them, or there is no use for them
-    named: dict[nn.Module, dict[str, Any]]  # modules with projections -> their arguments
-    angles: list[tuple[tuple[Any, str | None], Any]]  # by whom cosines and sines were given
+    base: Any  # the module that returns the hidden states
+    output: type  # the class of its return value
+    idle: list[str]  # names of its towers that text does not use
+    takes_positions: bool  # else only modules that embed positions need them, or none does
+    named: dict[nn.Module, dict[str, Any]]  # module -> its keyword arguments
+    angles: list[tuple[tuple[Any, str | None], Any]]  # (rotary module, layer type), its output
 
 
 def try_on_meta(model: Any, max_model_len: int) -> Tried:
@@ -49,56 +49,33 @@ def try_on_meta(model: Any, max_model_len: int) -> Tried:
     recurrent = replace_recurrences(model, states)
     if model._is_stateful and not recurrent:
         raise Unservable("has recurrent layers of its own kind")
-    outputs: list[tuple[nn.Module, Any]] = []
-    named: dict[nn.Module, dict[str, Any]] = {}
-    given: dict[nn.Module, Any] = {}  # what modules got as their positions
+    arguments: dict[nn.Module, dict[str, Any]] = {}  # by name, of modules that ran
+    outputs: list[tuple[nn.Module, Any]] = []  # of modules that may be the base model
     angles: list[tuple[tuple[Any, str | None], Any]] = []
+    bases, rotaries = _bases(model), rotary_modules(model)
+
+    def note(module: Any, positional: Any, named: dict[str, Any], output: Any) -> None:
+        arguments[module] = named
+        if module in bases:
+            outputs.append((module, output))
+        if module in rotaries:
+            layer_type = positional[2] if len(positional) > 2 else named.get("layer_type")
+            angles.append(((module, layer_type), output))
+
     for module in model.modules():
         setattr(module, HANDLER, trial)
-
-    def note_angles(module: Any, arguments: Any, others: dict[str, Any], output: Any) -> None:
-        layer_type = arguments[2] if len(arguments) > 2 else others.get("layer_type")
-        angles.append(((module, layer_type), output))
-
-    hooks = [
-        base.register_forward_hook(lambda module, _, output: outputs.append((module, output)))
-        for base in _bases(model)
-    ]
-    hooks += [
-        module.register_forward_hook(note_angles, with_kwargs=True)
-        for module in rotary_modules(model)
-    ]
-    hooks += [
-        module.register_forward_pre_hook(
-            lambda module, _, others: named.__setitem__(module, others), with_kwargs=True
-        )
-        for module in model.modules()
-        if has_projections(module)
-    ]
-    hooks += [
-        module.register_forward_pre_hook(
-            lambda module, _, others: given.__setitem__(module, others.get("position_ids")),
-            with_kwargs=True,
-        )
-        for module in model.modules()
-        if "position_ids" in inspect.signature(module.forward).parameters
-    ]
-    ran: set[nn.Module] = set()
-    hooks += [
-        module.register_forward_hook(lambda module, *_: ran.add(module))
-        for module in model.modules()
-    ]
+    hooks = [module.register_forward_hook(note, with_kwargs=True) for module in model.modules()]
     tokens, positions = torch.zeros(2, 1, TRIAL_TOKENS, dtype=torch.int64, device=META)
-    # Recurrent layers look at its values, and drop one that hides nothing.
+    # Recurrent layers look at the mask's values, and drop a mask that hides nothing.
     looks = recurrent or hasattr(inspect.getmodule(type(model)), MASK_OF_VALUES)
     mask = torch.ones(1, TRIAL_TOKENS, dtype=torch.int64) if looks else tokens + 1
     try:
-        # Views of a mask name it as their base, but not in inference mode.
+        # Views of a mask have it as `_base`, but not in inference mode.
         with _tensors_on_meta(model), torch.inference_mode(False), torch.no_grad():
             model(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False)
     except Unservable:
         raise
-    except Exception as error:  # whatever its code cannot do there
+    except Exception as error:  # the model's code may raise anything on the meta device
         raise Unservable(f"cannot be tried: {type(error).__name__}: {one_line(error)}") from error
     finally:
         for hook in hooks:
@@ -107,7 +84,7 @@ def try_on_meta(model: Any, max_model_len: int) -> Tried:
     num_layers = text.num_hidden_layers
     window = getattr(text, "sliding_window", None)
     is_of_all = window and getattr(text, "layer_types", None) is None and window < max_model_len
-    if is_of_all and any(call.window is None for call in trial.calls):  # but its cache forgets
+    if is_of_all and any(call.window is None for call in trial.calls):  # only its cache has one
         raise Unservable(f"has sliding_window {window}, and masks without a window")
     if model._is_stateful and not states.calls:
         raise Unservable("has recurrent layers of its own kind")
@@ -123,16 +100,22 @@ def try_on_meta(model: Any, max_model_len: int) -> Tried:
         raise Unservable("does not get its hidden states from its base model")
     base: Any
     base, output = outputs[-1]  # the outermost ends last
-    takes_positions = any(given.get(module) is positions for module in base.modules())
+    takes_positions = any(
+        arguments.get(module, {}).get("position_ids") is positions
+        for module in base.modules()
+        if "position_ids" in inspect.signature(module.forward).parameters
+    )
     has_use = any(call.slopes is None for call in trial.calls)
     if not takes_positions and has_use and not list(position_modules(base)):
         raise Unservable(f"has a {type(base).__name__} that takes no position_ids")
-    idle = [] if text is model.config else list(_idle(model, base, ran))
-    return Tried(trial.calls, states, base, type(output), idle, takes_positions, named, angles)
+    idle = [] if text is model.config else list(_idle(model, base, arguments.keys()))
+    return Tried(
+        *(trial.calls, states, base, type(output), idle, takes_positions, arguments, angles)
+    )
 
 
-def _idle(model: nn.Module, base: nn.Module, ran: set[nn.Module]) -> Iterator[str]:
-    """Names of the base's children of which nothing ran: towers of other inputs."""
+def _idle(model: nn.Module, base: nn.Module, ran: Set[nn.Module]) -> Iterator[str]:
+    """Names of the base's children that did not run at all: towers for other inputs."""
     prefix = next(name for name, module in model.named_modules() if module is base)
     for name, child in base.named_children():
         if ran.isdisjoint(child.modules()) and any(True for _ in child.parameters()):
@@ -140,7 +123,7 @@ def _idle(model: nn.Module, base: nn.Module, ran: set[nn.Module]) -> Iterator[st
 
 
 def position_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Those that embed positions, which their model counts from the length of its cache."""
+    """Modules that embed positions, which their model counts from the length of its cache."""
     wanted = {"past_key_values_length", "position_ids"}
     for module in model.modules():
         if wanted <= inspect.signature(module.forward).parameters.keys():
@@ -148,7 +131,7 @@ def position_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _bases(model: Any) -> list[nn.Module]:
-    """The modules of which one gives the hidden states to the head."""
+    """Modules that may return the hidden states that the head takes."""
     named = (getattr(model, name, None) for name in {model.base_model_prefix, "model"})
     bases: list[Any] = [base for base in named if isinstance(base, nn.Module)]
     decoders = [
@@ -159,10 +142,10 @@ def _bases(model: Any) -> list[nn.Module]:
 
 @contextmanager
 def _tensors_on_meta(model: nn.Module) -> Iterator[None]:
-    """Buffers, and tensors that are neither buffer nor parameter."""
+    """Move buffers, and tensors that are plain attributes, to the meta device for a while."""
     kept = [(owner, {**owner}) for module in model.modules() for owner in tensors_of(module)]
     for owner, its in kept:
-        # Numbers keep their values: what scores are divided by is one in some classes.
+        # Scalars keep their values: some classes divide scores by one.
         tensors = {n: t for n, t in its.items() if isinstance(t, torch.Tensor) and t.dim()}
         owner.update({n: t.to(META) for n, t in tensors.items()})
     try:

@@ -1,8 +1,8 @@
-"""From a checkpoint's tensors to those of transformers' model, by the library's own tables.
+"""Maps a checkpoint's tensors to those of a transformers model, by the library's tables.
 
-A table renames tensors and converts some: experts of one layer are merged into one tensor, siblings
-concatenated. Those two are views, into which the loader reads. What else there is (splits,
-interleaved rows, transposes) is read to tensors of its own and converted when all is loaded.
+The tables rename tensors and convert some. Merging experts and concatenating linear layers are done
+by loading into views. Other conversions (splits, interleaved rows, transposes) load into temporary
+tensors, which are converted when all is loaded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from asyncllm.models.transformers_shards import ParameterShard, part_of
 
 @dataclass(slots=True)
 class Conversion:
-    """The tensors of a checkpoint that make one of the model, or more; by pattern, in order."""
+    """Tensors of a checkpoint, by pattern, that are converted to one or more of the model."""
 
     target: str
     converter: WeightConverter
@@ -41,7 +41,7 @@ class Conversion:
 
 
 class WeightNames:
-    """shards: of parameters that ranks divide, by name."""
+    """shards: by name, of parameters that are divided over ranks."""
 
     def __init__(self, model: Any, folder: Path, shards: Mapping[str, ParameterShard]) -> None:
         self._model = model
@@ -53,15 +53,15 @@ class WeightNames:
         self._read: list[tuple[Conversion, dict[str, list[torch.Tensor]]]] = []
 
     def leave_out(self, names: Iterable[str]) -> None:
-        """Ignore a checkpoint's tensors of these names, which the model is to lose."""
+        """Ignore these tensors of the checkpoint, whose modules are removed."""
         self._left_out |= {*names}
 
     def loads(self) -> Iterator[Load]:
-        """By the names of the checkpoint; where there is none, by the model's."""
+        """Loads with the checkpoint's names; without a checkpoint, with the model's."""
         weights, twins = self._weights()
         try:
             checkpoint = Checkpoint(self._folder)
-        except ModelLoadError:  # raised again where it is read
+        except ModelLoadError:  # the loader raises it again
             for name, weight in weights.items():
                 yield from _loads(name, weight, self._shards.get(name))
             return
@@ -72,11 +72,11 @@ class WeightNames:
         for conversion in conversions:
             yield from self._converted(checkpoint, conversion, weights)
             filled |= _targets(conversion)
-        for name in weights.keys() - filled:  # which the loader will miss
+        for name in weights.keys() - filled:  # the loader reports these as missing
             yield Load(name, weights[name])
 
     def finish_loading(self) -> None:
-        """Convert what could not be read into its place."""
+        """Convert the tensors that were loaded into temporary memory."""
         weights, _ = self._weights()
         for conversion, tensors in self._read:
             for pattern, its in tensors.items():
@@ -91,7 +91,7 @@ class WeightNames:
         self._read.clear()
 
     def _weights(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Name -> weight, each once; and the names of those that are tied -> that name."""
+        """Name -> weight, each once; and the other names of tied weights -> that name."""
         named = self._model.state_dict(keep_vars=True)
         weights: dict[str, torch.Tensor] = {}
         names: dict[int, str] = {}
@@ -106,8 +106,8 @@ class WeightNames:
     def _sorted(
         self, checkpoint: Checkpoint, weights: dict[str, torch.Tensor], twins: dict[str, str]
     ) -> tuple[dict[str, str], list[Conversion]]:
-        """The checkpoint's names by what becomes of them: name -> weight, and conversions. What the
-        model ignores, and the copies of tied weights, are `aliases`."""
+        """The checkpoint's names that are loaded into weights, and conversions. Ignored tensors and
+        copies of tied weights become `aliases`."""
         renamings = [one for one in self._transforms if isinstance(one, WeightRenaming)]
         converters = [one for one in self._transforms if isinstance(one, WeightConverter)]
         by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}

@@ -1,9 +1,9 @@
-"""Bytes of files into tensors of a CUDA device: threads read, one stream copies.
+"""Reads bytes of files into tensors on a CUDA device: threads read, one stream copies.
 
-A thread reads a piece into a pinned buffer (without the GIL) and enqueues its copy; a buffer is
-used again when the copy out of it is done. From the page cache this moves at least twice what one
-thread through the mapped file does (docs/log/start.md); from a cold disk both are disk-bound.
-It knows offsets and bytes, neither names nor dtypes. On the CPU it runs too, for the tests.
+A thread reads a piece into a pinned buffer, without the GIL, and enqueues its copy. A buffer is
+reused when its copy is done. From the page cache this is at least twice as fast as one thread that
+copies from a mapped file (docs/log/start.md); from a cold disk both are limited by the disk.
+It knows offsets and bytes, but no names or dtypes. It also runs on the CPU, for tests.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import torch
 from asyncllm.errors import ModelLoadError
 
 NUM_THREADS = 16
-BUFFERS_PER_THREAD = 2  # one is read into while the other is copied
+BUFFERS_PER_THREAD = 2  # one is filled while the other is copied
 PIECE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`target`, contiguous, gets the bytes of `file` from `offset` on."""
+    """Bytes of `file`, from `offset` on, to read into `target`, which is contiguous."""
 
     file: Path
     offset: int
@@ -35,10 +35,10 @@ class Span:
 
 
 def stream_weights(spans: Iterable[Span], device: torch.device) -> Iterator[int]:
-    """Fill all targets; yields the number of bytes of each piece that was read.
+    """Fill all targets; yields the number of bytes of each piece that is read.
 
-    When it is exhausted, everything is on the device. Raises `ModelLoadError` for a file that ends
-    too early, `OSError` for one that cannot be read.
+    At the end all bytes are on the device. Raises `ModelLoadError` for a file that is too short,
+    `OSError` for one that cannot be read.
     """
     buffers: SimpleQueue[_Buffer] = SimpleQueue()
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -47,7 +47,7 @@ def stream_weights(spans: Iterable[Span], device: torch.device) -> Iterator[int]
         buffers.put(_Buffer(stream))
     with ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(NUM_THREADS, "asyncllm-weights"))
-        stack.callback(threads.shutdown, cancel_futures=True)  # after an error: read no more
+        stack.callback(threads.shutdown, cancel_futures=True)  # stops reading after an error
         opened: dict[Path, int] = {}
         futures = []
         for piece in pieces:

@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,18 @@ SERVING: dict[str, Any] = {
 }
 
 
-def time_http(model: str, workloads: list[str], out: Path | None) -> list[dict[str, Any]]:
-    """The workloads by scripts/loadtest.py against `asyncllm serve` in a process of its own."""
+def time_http(
+    model: str,
+    workloads: list[str],
+    out: Path | None,
+    settings: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """The workloads by scripts/loadtest.py against `asyncllm serve` in a process of its own, with
+    these `settings` beside SERVING."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    flags = [f"--{k.replace('_', '-')}={v}" for k, v in SERVING.items()]
+    flags = [f"--{k.replace('_', '-')}={v}" for k, v in (SERVING | dict(settings or {})).items()]
     command = [sys.executable, "-m", "asyncllm", "serve", model, *flags, f"--port={port}"]
     start = time.perf_counter()
     server = subprocess.Popen(command)

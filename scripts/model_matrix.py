@@ -1,13 +1,14 @@
-"""Serve a tiny random checkpoint of each causal LM of transformers, and compare with `generate`.
+"""Serves a tiny random checkpoint of each causal LM of transformers, and compares with `generate`.
 
     scripts/model_matrix.py [CLASS ...] [--json FILE] [--processes N]
         [--markdown docs/model_matrix.md] [--beside FILE]
 
-Each class gets a configuration of small sizes, random weights, and a folder by transformers. The
-engine serves it in float32 on the CPU, chunked, batched, with prefix hits and preemption: greedy
-tokens and log-probabilities must be transformers' own, of one prompt at a time. Prints a Markdown
-table: native, by backend, refused with its reason, wrong, failed, or without a configuration.
---markdown writes the results of --json, and of --beside, those of another transformers.
+transformers makes a folder for each class, with a configuration of small sizes and random weights.
+The engine serves it in float32 on the CPU, with chunks, batches, prefix hits and preemption. Greedy
+tokens and log-probabilities must equal those of transformers for one prompt at a time. The script
+prints a Markdown table: native, by backend, refused (with the reason), wrong, failed, or without a
+configuration. --markdown writes the page with the results of --json and of --beside, which are from
+another version of transformers.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ import logging
 import multiprocessing
 import random
 import tempfile
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
 import transformers.generation.utils
-import transformers.modeling_layers  # both take seconds; the process of each class then has them
+import transformers.modeling_layers  # slow: imported here, so that each forked process has it
+from model_matrix_page import TOLERANCE, Results, counts, markdown
 from tiny_configs import BY_CLASS, VOCAB_SIZE, random_model, small_config, tiny_config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -38,10 +39,9 @@ from asyncllm.model_config import ARCHITECTURES, UNSERVED
 from asyncllm.models.registry import settle
 
 NUM_TOKENS = 12
-TOLERANCE = 1e-3
-SECONDS = 300  # for one class
+SECONDS = 300  # per class
 # Seven prompts of up to 40 + 12 tokens need about 90 pages of 4 in each cache group.
-NUM_PAGES = 30  # for each
+NUM_PAGES = 30  # per group
 REGIME: dict[str, Any] = {
     "block_size": 4, "max_num_seqs": 7, "swap_space": 0,
     "max_num_batched_tokens": 9, "preemption_mode": "recompute", "max_model_len": 60,
@@ -49,7 +49,7 @@ REGIME: dict[str, Any] = {
 
 
 def make_prompts() -> list[list[int]]:
-    """Seven, four of which share a prefix."""
+    """Seven prompts; four of them share a prefix."""
     rng = random.Random(7)
     ids = lambda n: [rng.randrange(3, VOCAB_SIZE) for _ in range(n)]  # noqa: E731
     shared = ids(17)
@@ -57,7 +57,7 @@ def make_prompts() -> list[list[int]]:
 
 
 def answer(model: Any, prompt: list[int]) -> tuple[list[int], list[torch.Tensor]]:
-    """Greedy tokens and the log-probabilities [V] that each was taken from."""
+    """Greedy tokens, and for each the log-probabilities [V]."""
     output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
@@ -75,7 +75,8 @@ def answer(model: Any, prompt: list[int]) -> tuple[list[int], list[torch.Tensor]
 def serve(
     folder: Path, prompts: list[list[int]], **regime: Any
 ) -> list[tuple[list[int], list[float]]]:
-    """Greedy tokens and their log-probabilities by the engine: all at once, then one again."""
+    """The engine's greedy tokens and their log-probabilities: of all prompts in a batch, then of
+    one of them again."""
     params = SamplingParams(
         temperature=0, max_tokens=NUM_TOKENS, logprobs=0, detokenize=False, ignore_eos=True
     )
@@ -91,7 +92,7 @@ def serve(
 
 
 def num_groups(folder: Path) -> int:
-    """The model's cache groups."""
+    """The number of the model's cache groups."""
     model_len = REGIME["max_model_len"]
     args = EngineArgs(
         str(folder), dtype="float32", max_model_len=model_len, skip_tokenizer_init=True
@@ -101,12 +102,12 @@ def num_groups(folder: Path) -> int:
 
 
 def compare(architecture: str, config: Any, folder: Path, **regime: Any) -> float:
-    """The largest difference of log-probabilities; inf where a token differs that is no tie."""
+    """The largest difference of log-probabilities; inf if a token differs that is no tie."""
     with torch.inference_mode():
         model = random_model(config, architecture)
         model.save_pretrained(folder)
     prompts, worst = make_prompts(), 0.0
-    ours = serve(folder, prompts, **regime)  # first: a refusal needs no reference
+    ours = serve(folder, prompts, **regime)  # first, as a refusal needs no reference
     with torch.inference_mode():
         wanted = [answer(model, prompt) for prompt in prompts]
     for (tokens, logprobs), (expected, rows) in zip(ours, [*wanted, wanted[3]], strict=True):
@@ -120,7 +121,7 @@ def compare(architecture: str, config: Any, folder: Path, **regime: Any) -> floa
 
 
 def examine(architecture: str) -> tuple[str, str]:
-    """(verdict, details) of one class."""
+    """The (verdict, details) of one class."""
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     if architecture in UNSERVED:
@@ -145,7 +146,7 @@ def examine(architecture: str) -> tuple[str, str]:
 
 
 def by_name(architecture: str) -> tuple[str, str]:
-    """Why a class is refused before its configuration is read."""
+    """The verdict on a class in UNSERVED, which is refused before its configuration is read."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps({"architectures": [architecture]}))
         try:
@@ -156,7 +157,7 @@ def by_name(architecture: str) -> tuple[str, str]:
 
 
 def refusal(architecture: str) -> tuple[str, str] | None:
-    """Why a class is refused by its configuration alone; None where it is not, or has none."""
+    """The verdict on a class that is refused because of its configuration; None if it is not."""
     try:
         config = small_config(architecture, BY_CLASS.get(architecture, {}))
     except Exception:  # of no common base
@@ -178,23 +179,8 @@ def _reason(error: ModelLoadError) -> str:
 def _child(architecture: str, results: Any) -> None:
     try:
         results.put(examine(architecture))
-    except Exception as error:  # else who waits would wait for the whole time
+    except Exception as error:  # else the parent would wait until the timeout
         results.put(("failed", f"{type(error).__name__}: {error}"))
-
-
-class Results(NamedTuple):
-    """(verdict, details) by class, of one version of transformers."""
-
-    version: str
-    rows: dict[str, tuple[str, str]]
-
-    @classmethod
-    def read(cls, file: Path) -> Results:
-        content = json.loads(file.read_text())
-        return cls(content["transformers"], {n: (r[0], r[1]) for n, r in content["rows"].items()})
-
-    def write(self, file: Path) -> None:
-        file.write_text(json.dumps({"transformers": self.version, "rows": self.rows}, indent=1))
 
 
 def in_a_process(architecture: str) -> tuple[str, str]:
@@ -210,83 +196,13 @@ def in_a_process(architecture: str) -> tuple[str, str]:
     return verdict
 
 
-SERVED = {"native": "native", "by backend": "transformers' code"}
-HEADER = """\
-# Models
-
-What `scripts/model_matrix.py` found for every class in the causal-LM table of
-transformers {version}: tiny random weights, served in float32 on the CPU in chunks and batches,
-with prefix hits and preemption, against transformers' own `generate` (log-probabilities within
-{tolerance}). "native" is our model code; "transformers' code" is the library's over our pages,
-which `--model-impl transformers` takes for native classes, too. What is not served is refused at
-the start, with class, field and value. Where an index chooses tokens for sparse attention, the
-class is served up to the `max_model_len` of which it chooses all. Made by the script: do not edit.
-
-{counts}{beside}
-
-| class | served by | why not |
-| --- | --- | --- |
-"""
-
-
-BESIDE = """
-## transformers {version}
-
-Of {number} classes that were examined with it: {counts} {differ}
-
-| class | served by | why not |
-| --- | --- | --- |
-"""
-
-
-def markdown(results: Results, other: Results | None = None) -> str:
-    """docs/model_matrix.md; of another version of transformers what differs."""
-    rows, beside, end = results.rows, "", ""
-    if other is not None:
-        beside = f" With transformers {other.version}, the oldest that is served: below."
-        both = rows.keys() & other.rows.keys()
-        changed = sorted(n for n in both if _served(*rows[n]) != _served(*other.rows[n]))
-        differ = "These differ:" if changed else "None differs."
-        end = BESIDE.format(
-            version=other.version, number=len(other.rows), counts=_counts(other), differ=differ
-        ) + _table(other, changed)
-    header = HEADER.format(
-        version=results.version, tolerance=TOLERANCE, counts=_counts(results), beside=beside
-    )
-    return header + _table(results, sorted(rows)) + end
-
-
-def _served(verdict: str, details: str) -> str:
-    return SERVED.get(verdict, "-")
-
-
-def _counts(results: Results) -> str:
-    counts = Counter(SERVED.get(verdict, verdict) for verdict, _ in results.rows.values())
-    return ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()) + "."
-
-
-def _table(results: Results, names: list[str]) -> str:
-    return "".join(f"| {name} | {_cells(name, *results.rows[name])} |\n" for name in names)
-
-
-def _cells(name: str, verdict: str, details: str) -> str:
-    if verdict in SERVED:
-        return f"{SERVED[verdict]} | "
-    reason = (
-        details.replace(f"architectures {name!r} ", "")
-        .removesuffix(", which is not served")
-        .removesuffix(": not served")
-    )
-    return f"- | {verdict}: {' '.join(reason.replace('|', '/').split())[:160]}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("classes", nargs="*")
-    parser.add_argument("--json", type=Path, help="results: read where it is there, and written")
+    parser.add_argument("--json", type=Path, help="file of results: read if it exists, and written")
     parser.add_argument("--processes", type=int, default=1, help="classes at the same time")
-    parser.add_argument("--markdown", type=Path, help="written from all results")
-    parser.add_argument("--beside", type=Path, help="results of another transformers, for that")
+    parser.add_argument("--markdown", type=Path, help="page to write")
+    parser.add_argument("--beside", type=Path, help="results with another transformers")
     args = parser.parse_args()
     results = Results(transformers.__version__, {})
     if args.json and args.json.exists():
@@ -302,7 +218,7 @@ def main() -> None:
     if args.markdown:
         other = Results.read(args.beside) if args.beside else None
         args.markdown.write_text(markdown(results, other))
-    print(_counts(results))
+    print(counts(results))
 
 
 if __name__ == "__main__":

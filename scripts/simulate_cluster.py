@@ -1,16 +1,15 @@
 #!/usr/bin/env python3
-"""Simulates how requests fare on 8 to 1,000 GPUs, by how they are placed: the real Router,
-Scheduler and BlockManager on a model of an H100.
+"""Simulates a cluster of 8 to 1,000 GPUs, to compare policies that place requests on engines.
 
-No kernel runs and no clock is read: a step lasts as long as `simulated_device.py` says, each
-engine plans one step ahead as `pipeline.run_ahead` does, and conversations come at random, seeded:
-system prompts that many share, turns that repeat all that was said before, pauses between them. So
-policies are compared on the same conversations; the figures are a model's.
+Router, Scheduler and BlockManager are the real ones; no kernel runs and no clock is read. A step
+takes the time that `simulated_device.py` models for an H100, and each engine plans one step ahead,
+like `pipeline.run_ahead`. Conversations arrive at random, with a seed, so all policies get the same
+ones: they share system prompts, each turn repeats all turns before it, and there are pauses.
 
 All requests of a large cluster go through the router, but only `--sample` of its engines, evenly
-spread over the ranks, have schedulers: figures are those of the requests placed there. On another
-engine a request takes as long as one of the last that ended on these, drawn at random: so its load
-and the next message of its conversation come about when they would.
+spread over the ranks, have schedulers; the figures are of the requests placed there. A request on
+another engine takes as long as a random one of those that ended last on these, so that load and
+later messages come at realistic times.
 
     simulate_cluster.py                                  # 8 and 64 GPUs, all policies
     simulate_cluster.py --gpus 1000 --sample 16 --seconds 15 --policy affinity
@@ -22,115 +21,37 @@ import argparse
 import heapq
 import itertools
 import json
-import math
 import random
 import time
-from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
-import numpy as np
+from placement_policies import Policy, policies
 from simulate_schedule import FINISH_S, FINISH_TOKEN_S, LAUNCH_S, PLAN_S, percentile
 from simulated_device import DEVICES, Device
+from simulated_traffic import Conversation, Population, Traffic, make_request
 
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
-from asyncllm.engine.data_parallel.router import Placement, Router
+from asyncllm.engine.data_parallel.router import Placement
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.flag_values import PREFILL_GRAPH_SIZES
-from asyncllm.outputs import RequestMetrics
-from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import Request, SequenceStatus, StepResult
-from asyncllm.types import Sequence as RunningSequence
 
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 256
 MAX_BATCHED_TOKENS = 8192
 START_S = PLAN_S + LAUNCH_S["prefill"]  # from an arrival at an idle engine until it computes
 ANSWER_TOKEN = 7
-ENDED_KEPT = 64  # of the last requests, whose times others take: few, as load grows
-FIRST_TIMES = (0.03, 0.008)  # TTFT and TPOT before one has ended, s
-
-
-class Policy(Protocol):
-    """`Router` is one."""
-
-    def place(self, token_ids: Sequence[int], key: bytes = b"") -> Placement | None: ...
-
-    def begun(self, placement: Placement) -> None: ...
-
-    def ended(self, placement: Placement) -> None: ...
-
-
-class Blind:
-    """A policy that does not look at prompts: `choose` gets the live requests of each engine."""
-
-    def __init__(self, num_engines: int, choose: Callable[[list[int]], int]) -> None:
-        self._loads = [0] * num_engines
-        self._choose = choose
-
-    def place(self, token_ids: Sequence[int], key: bytes = b"") -> Placement | None:
-        rank = self._choose(self._loads)
-        self._loads[rank] += 1
-        return Placement(rank, 1, 0)
-
-    def begun(self, placement: Placement) -> None:
-        """It knows only who is live."""
-
-    def ended(self, placement: Placement) -> None:
-        self._loads[placement.rank] -= 1
-
-
-def policies(num_engines: int, device: Device, seed: int) -> dict[str, Callable[[], Policy]]:
-    capacity = device.num_pages * BLOCK_SIZE
-    return {
-        "random": lambda: Blind(num_engines, _random_choice(random.Random(seed))),
-        "round robin": lambda: Blind(num_engines, _in_turn(itertools.count())),
-        "least load": lambda: Blind(num_engines, lambda loads: loads.index(min(loads))),
-        "affinity": lambda: Router([capacity] * num_engines),
-    }
-
-
-def _random_choice(rng: random.Random) -> Callable[[list[int]], int]:
-    return lambda loads: rng.randrange(len(loads))
-
-
-def _in_turn(numbers: itertools.count[int]) -> Callable[[list[int]], int]:
-    return lambda loads: next(numbers) % len(loads)
-
-
-# --- traffic -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """One GPU's load; lengths in tokens, log-normal about medians. Conversations are Poisson."""
-
-    conversations_per_s: float = 5.0
-    mean_turns: float = 5.0  # geometric
-    pause_s: float = 6.0  # mean, from an answer to the next message
-    system_tokens: int = 1024
-    systems_per_gpu: float = 2.0  # distinct system prompts; some are far more used than others
-    message_tokens: int = 160
-    answer_tokens: int = 200
-    most_tokens: int = 6000  # of a prompt: then the conversation ends
-
-
-@dataclass(slots=True)
-class Conversation:
-    """It draws its own numbers: what it says does not depend on how others fare."""
-
-    rng: random.Random
-    tokens: array[int]
-    turns_left: int
+ENDED_KEPT = 64  # last requests whose times are drawn; few, as the load changes
+FIRST_TIMES = (0.03, 0.008)  # TTFT and TPOT in seconds until a request has ended
 
 
 @dataclass(slots=True, eq=False)
 class Client:
-    """One request as its client sees it."""
+    """A request, as its client sees it."""
 
     conversation: Conversation
     request: Request
@@ -149,46 +70,9 @@ class Client:
         return (self.last - self.first) / max(self.request.max_tokens - 1, 1)
 
 
-class Population:
-    """Draws conversations and their messages."""
-
-    def __init__(self, traffic: Traffic, num_gpus: int, seed: int) -> None:
-        self._traffic, self._seed = traffic, seed
-        self._numbers = itertools.count()
-        rng = random.Random(f"{seed} systems")
-        count = max(round(traffic.systems_per_gpu * num_gpus), 1)
-        self._systems = [_text(rng, traffic.system_tokens) for _ in range(count)]
-        self._weights = [*itertools.accumulate(1 / (i + 1) for i in range(count))]  # Zipf's
-
-    def conversation(self) -> Conversation:
-        rng = random.Random(f"{self._seed} {next(self._numbers)}")
-        turns = 1 + int(math.log(1 - rng.random()) / math.log(1 - 1 / self._traffic.mean_turns))
-        (system,) = rng.choices(self._systems, cum_weights=self._weights)
-        return Conversation(rng, system[:], turns)
-
-    def say(self, conversation: Conversation) -> int:
-        """Add a message; how long its answer will be."""
-        conversation.tokens += _text(conversation.rng, self._traffic.message_tokens)
-        return _length(conversation.rng, self._traffic.answer_tokens)
-
-
-def _text(rng: random.Random, median: int) -> array[int]:
-    """Tokens of nobody else: two texts that begin alike are one in a billion."""
-    start, length = rng.randrange(1 << 30), _length(rng, median)
-    tokens = (start + 7919 * np.arange(length)) % (1 << 30)
-    return array("i", tokens.astype(np.int32).tobytes())
-
-
-def _length(rng: random.Random, median: int) -> int:
-    return min(max(int(median * math.exp(rng.gauss(0, 0.6))), 8), 6 * median)
-
-
-# --- engines -------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True, eq=False)
 class Engine:
-    """A scheduler and the step that its device is at; None while it is idle."""
+    """A scheduler, and the step that its device runs; None while it is idle."""
 
     scheduler: Scheduler
     plan: StepPlan | None = None
@@ -196,7 +80,7 @@ class Engine:
 
 @dataclass
 class Simulation:
-    """Time goes from event to event, all engines' in one order."""
+    """Simulated time advances from event to event, in the order of all engines' events."""
 
     num_gpus: int
     device: Device
@@ -232,7 +116,7 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
 
     def run(self) -> None:
-        """Conversations begin for `seconds`; the requests that have begun by then are ended."""
+        """Start conversations for `seconds`, and run until the last of their requests ends."""
         rate, at = self.traffic.conversations_per_s * self.num_gpus, 0.0
         while (at := at + self._rng.expovariate(rate)) < self.seconds:
             self._at(at, lambda now: self._say(self._population.conversation(), now))
@@ -255,7 +139,7 @@ class Simulation:
         if engine is None:
             self._answer_unseen(conversation, placement, answer_tokens, now)
             return
-        request = _request(next(self._numbers), conversation.tokens.tolist(), answer_tokens)
+        request = make_request(next(self._numbers), conversation.tokens.tolist(), answer_tokens)
         self._clients[request.request_id] = Client(conversation, request, now, placement)
         engine.scheduler.add(request)
         if engine.plan is None:
@@ -264,7 +148,7 @@ class Simulation:
     def _answer_unseen(
         self, conversation: Conversation, placement: Placement, answer_tokens: int, now: float
     ) -> None:
-        """On an engine without a scheduler."""
+        """The message is sent to an engine without a scheduler."""
         ttft, tpot = self._draws.choice(self._times)
         end = now + ttft + tpot * (answer_tokens - 1)
         self._at(now + ttft, lambda _: self.policy.begun(placement))
@@ -278,7 +162,7 @@ class Simulation:
             self._at(now + self.device.step_s(plan), lambda end: self._finish(engine, plan, end))
 
     def _finish(self, engine: Engine, plan: StepPlan, now: float) -> None:
-        """A step ends. The next was planned before its tokens were known."""
+        """A step ends. The next one was planned before its tokens were known."""
         self._launch(engine, now)
         told = now + FINISH_S + FINISH_TOKEN_S * len(plan.sampled)
         result = StepResult([ANSWER_TOKEN] * len(plan.sampled))
@@ -300,7 +184,7 @@ class Simulation:
     def _go_on(
         self, conversation: Conversation, placement: Placement, answer_tokens: int, now: float
     ) -> None:
-        """A request has ended: its conversation may have another turn."""
+        """A request has ended; its conversation may have another turn."""
         self.policy.ended(placement)
         conversation.tokens.extend([ANSWER_TOKEN] * answer_tokens)
         if conversation.turns_left and len(conversation.tokens) < self.traffic.most_tokens:
@@ -308,26 +192,12 @@ class Simulation:
             self._at(now + pause, lambda then: self._say(conversation, then))
 
 
-def _request(number: int, prompt: list[int], output_len: int) -> Request:
-    request = Request(
-        request_id=str(number),
-        prompt=None,
-        prompt_token_ids=prompt,
-        sampling_params=SamplingParams(max_tokens=output_len, ignore_eos=True),
-        max_tokens=output_len,
-        stop_token_ids=frozenset(),
-        metrics=RequestMetrics(arrival_time=0.0),
-    )
-    request.sequences.append(RunningSequence(number, request, 0, number, list(prompt)))
-    return request
-
-
 # --- results -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Slo:
-    """The limits that a request must keep to count as good."""
+    """The limits within which a request counts as good."""
 
     ttft_s: float = 0.5
     tpot_s: float = 0.015
@@ -349,9 +219,9 @@ def simulate(
     num_sampled: int | None = None,
     slo: Slo = Slo(),
 ) -> dict[str, float]:
-    """Figures of the requests that came after the first third, in which caches fill."""
+    """The figures of all requests after the first third of the time, in which caches fill."""
     device = DEVICES["8b-h100"]
-    made = policies(num_gpus, device, seed)[policy]()
+    made = policies(num_gpus, device.num_pages * BLOCK_SIZE, seed)[policy]()
     num_sampled = min(num_sampled or num_gpus, num_gpus)
     simulation = Simulation(num_gpus, device, traffic, made, seconds, seed, num_sampled)
     simulation.run()
@@ -394,7 +264,7 @@ def main() -> None:
     print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}")
     results = []
     for num_gpus in args.gpus:
-        for policy in args.policy or policies(1, DEVICES["8b-h100"], 0):
+        for policy in args.policy or policies(1, 0, 0):
             start = time.perf_counter()
             result = simulate(num_gpus, policy, args.seconds, traffic, args.seed, args.sample)
             print(row(num_gpus, policy, result), flush=True)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Simulates how the prefill chunk changes latencies: the real Scheduler on a model of a GPU.
+"""Simulates how the size of prefill chunks changes latencies: the real Scheduler, a modelled GPU.
 
-No kernel runs and no clock is read: a step lasts as long as `simulated_device.py` says, the host
-launches one step ahead as `pipeline.run_ahead` does, as late as `StepClock` lets it, and clients
-come as in the load test's workloads. So two policies are compared on the same arrivals; the figures
-are a model's, for choosing between rules and not for a table of results. HTTP is not in them.
+No kernel runs and no clock is read. A step takes the time that `simulated_device.py` models, the
+host launches one step ahead like `pipeline.run_ahead`, as late as `StepClock` allows, and requests
+arrive as in the workloads of the load test. So policies are compared on the same arrivals. The
+figures are those of a model, without HTTP: they help to choose a rule, and are no results.
 
     simulate_schedule.py                                     # all policies on all workloads, 8B
     simulate_schedule.py --model 0.6b --workload tput rate16 --policy unbounded default
@@ -20,28 +20,26 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from simulated_device import DEVICES, Device
+from simulated_traffic import make_request
 
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import UNBOUNDED, ChunkPolicy
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.step_clock import StepClock
 from asyncllm.flag_values import PREFILL_GRAPH_SIZES
-from asyncllm.outputs import RequestMetrics
-from asyncllm.sampling_params import SamplingParams
 from asyncllm.step_plan import StepKind, StepPlan
-from asyncllm.types import Request, Sequence, SequenceStatus, StepResult
-from asyncllm.worker.executor import DeviceTimes
+from asyncllm.types import DeviceTimes, Request, SequenceStatus, StepResult
 
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 256
 MAX_BATCHED_TOKENS = 8192
-PLAN_S = 0.0003  # plan, build, and all until the device begins: hidden unless it is idle
+PLAN_S = 0.0003  # from the plan until the device begins; hidden unless it is idle
 LAUNCH_S = {"decode": 0.00015, "prefill": 0.0005, "mixed": 0.0005}
-FINISH_S, FINISH_TOKEN_S = 0.0001, 8e-6  # per step and per token: books, text, frames
+FINISH_S, FINISH_TOKEN_S = 0.0001, 8e-6  # per step and per token: scheduler, text, frames
 CLIENT_S = 0.001  # from a request's last token to the next request's arrival
-ARRIVAL_S = (0.0004, 0.0008)  # between two requests whose clients were told at once
-FIRST_S = 0.0001  # between two of a closed loop's first requests, which lie ready in their sockets
-TURN_S = 0.001  # of arrivals, each time the event loop comes round
+ARRIVAL_S = (0.0004, 0.0008)  # between two requests whose clients got their last tokens at once
+FIRST_S = 0.0001  # between the first requests of a closed loop, which wait in their sockets
+TURN_S = 0.001  # spent on arrivals in one iteration of the event loop
 
 
 def policies(device: Device) -> dict[str, ChunkPolicy]:
@@ -61,8 +59,8 @@ class Workload:
     rate: float = 0.0
     prefix_len: int = 0
     num_prefixes: int = 1
-    short_len: int = 0  # every other prompt is so short
-    num_times: int = 1  # with other random numbers, and the mean of all: few prompts say little
+    short_len: int = 0  # length of every other prompt
+    num_times: int = 1  # runs with other random numbers, which are averaged
 
 
 WORKLOADS = {
@@ -83,7 +81,7 @@ WORKLOADS = {
 
 @dataclass
 class Client:
-    """One request as its client sees it."""
+    """A request, as its client sees it."""
 
     request: Request
     arrival: float
@@ -100,7 +98,7 @@ class Client:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A `LaunchedStep` whose times are known at its launch."""
+    """A `LaunchedStep` whose times are known when it is launched."""
 
     times: DeviceTimes
 
@@ -112,7 +110,7 @@ class SimulatedStep:
 
 
 class Simulation:
-    """Time goes from step to step; requests are due in `_arrivals`."""
+    """Simulated time advances from step to step; `_arrivals` holds requests to come."""
 
     def __init__(
         self, device: Device, workload: Workload, policy: ChunkPolicy, seed: int = 0
@@ -130,7 +128,7 @@ class Simulation:
         self.clients: dict[str, Client] = {}
         self.num_prefilled = 0
         self._clock = StepClock()
-        self._now = self._free_at = 0.0  # of the host; when the device has done all it was given
+        self._now = self._free_at = 0.0  # time on the host; when the device will be idle
         clock = 0.0
         for _ in range(workload.concurrency or workload.num_prompts):
             clock += rng.expovariate(workload.rate) if workload.rate else FIRST_S
@@ -142,7 +140,7 @@ class Simulation:
         heapq.heappush(self._arrivals, (clock, request.request_id))
 
     def run(self) -> float:
-        """Simulate to the end; the seconds that it took."""
+        """Simulate until all requests have ended. Returns the simulated seconds."""
         in_flight: tuple[StepPlan, SimulatedStep] | None = None
         while True:
             wait = self._clock.seconds_to_plan(self._now) if in_flight is not None else 0.0
@@ -160,14 +158,15 @@ class Simulation:
             in_flight = launched
 
     def _take_arrivals(self, end: float) -> None:
-        """Until `end`, which is later than now where they come while the loop is at arrivals."""
+        """Add the requests that arrive until `end`. It is later than now if requests arrive while
+        the event loop handles arrivals."""
         while self._arrivals and self._arrivals[0][0] <= end:
             arrival, request_id = heapq.heappop(self._arrivals)
             self._now = max(self._now, arrival)
             self._scheduler.add(self.clients[request_id].request)
 
     def _launch(self, plan: StepPlan) -> SimulatedStep:
-        """The device begins while the host still launches, and does not end before it has."""
+        """The device begins while the host still launches, and ends after the launch."""
         started, num_prefill = self._now, sum(len(row.token_ids) for row in plan.prefills)
         self.num_prefilled += num_prefill
         begins = max(self._free_at, started + PLAN_S)
@@ -198,23 +197,8 @@ def _requests(workload: Workload, rng: random.Random) -> list[Request]:
     for i in range(workload.num_prompts):
         own = workload.short_len if workload.short_len and i % 2 else workload.input_len
         prompt = rng.choice(prefixes) + [rng.randrange(1 << 17) for _ in range(own)]
-        requests.append(_request(i, prompt, workload.output_len))
+        requests.append(make_request(i, prompt, workload.output_len))
     return requests[::-1]
-
-
-def _request(number: int, prompt: list[int], output_len: int) -> Request:
-    params = SamplingParams(max_tokens=output_len, ignore_eos=True)
-    request = Request(
-        request_id=str(number),
-        prompt=None,
-        prompt_token_ids=prompt,
-        sampling_params=params,
-        max_tokens=output_len,
-        stop_token_ids=frozenset(),
-        metrics=RequestMetrics(arrival_time=0.0),
-    )
-    request.sequences.append(Sequence(number, request, 0, number, list(prompt)))
-    return request
 
 
 def percentile(values: list[float], share: float) -> float:

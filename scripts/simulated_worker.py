@@ -24,9 +24,8 @@ from asyncllm.server.http.listener import Listener
 from asyncllm.server.serve import patient_collector
 from asyncllm.server.service import SERVICE, Service
 from asyncllm.step_plan import StepKind, StepPlan, StepShape
-from asyncllm.types import StepResult
+from asyncllm.types import DeviceTimes, LaunchedStep, StepResult
 from asyncllm.worker.event_waiter import EventWaiter
-from asyncllm.worker.executor import DeviceTimes, LaunchedStep
 from asyncllm.worker.memory import MemoryPlan
 from asyncllm.worker.step_packer import StepPacker
 from asyncllm.worker.work_counts import WorkCounts

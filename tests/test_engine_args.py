@@ -42,6 +42,7 @@ def test_a_wrong_type_is_refused_by_name(name: str, value: Any, said: str) -> No
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
+        ("max_model_len", 1, "at least 2, got 1"),  # a prompt and an answer
         ("max_num_seqs", 0, "at least 1, got 0"),
         ("max_num_seqs", 4097, "at most 4096, got 4097"),
         ("max_lora_rank", 513, "at most 512, got 513"),

@@ -64,7 +64,7 @@ def test_nothing_is_lost(num_sampled: int | None) -> None:
 
     traffic = cluster.Traffic(conversations_per_s=2.0, pause_s=1.0, mean_turns=3.0)
     device = cluster.DEVICES["8b-h100"]
-    router = cluster.policies(3, device, 0)["affinity"]()
+    router = cluster.policies(3, device.num_pages * cluster.BLOCK_SIZE, 0)["affinity"]()
     simulation = cluster.Simulation(3, device, traffic, router, 3.0, 0, num_sampled)
     simulation.run()
     for client in simulation.ended:

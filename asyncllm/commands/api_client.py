@@ -5,6 +5,7 @@ Imports aiohttp: import it when there is something to ask.
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from typing import Any, Self
 
@@ -69,10 +70,12 @@ class ApiClient:
         raise AnswerError("the stream ended before the answer did")
 
     def _unreached(self, error: aiohttp.ClientError) -> AnswerError:
-        if isinstance(error, aiohttp.InvalidURL):
+        if isinstance(error, (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError)):
             return AnswerError(f"{self._url!r} is no URL such as http://127.0.0.1:8000/v1")
         if isinstance(error, aiohttp.ClientConnectorError):
-            return AnswerError(f"no server at {self._url}: {error.strerror or error.os_error}")
+            code = error.os_error.errno  # else Python's words of it, with a tuple
+            said = os.strerror(code) if code and code > 0 else error.strerror or error.os_error
+            return AnswerError(f"no server at {self._url}: {said}")
         return AnswerError(f"{self._url}: {error}")
 
 

@@ -30,6 +30,7 @@ from asyncllm.config import EngineArgs
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.server.app import build_app
 from asyncllm.server.args import ServerArgs
+from asyncllm.server.http.field_errors import field_error
 from asyncllm.server.http.listener import Listener
 from asyncllm.server.routes import served_routes
 
@@ -198,7 +199,9 @@ def _parse(number: int, line: bytes) -> BatchLine | dict[str, Any]:
             custom_id = orjson.loads(line)["custom_id"]
         except (ValueError, LookupError, TypeError):
             custom_id = None
-        return _refusal(custom_id, number, str(error))
+        is_typed = isinstance(error, msgspec.ValidationError)
+        said = field_error(str(error), BatchLine).message if is_typed else str(error)
+        return _refusal(custom_id, number, said)
 
 
 def _refusal(

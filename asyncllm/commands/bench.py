@@ -35,12 +35,16 @@ FIRST_TOKEN_ID = 3  # below are, usually, the special tokens
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=tuple(_KINDS), metavar="|".join(_KINDS))
-    parser.add_argument("--input-len", type=int, default=32, help="tokens per prompt")
-    parser.add_argument("--output-len", type=int, default=128, help="tokens per answer")
-    parser.add_argument("--batch-size", type=int, default=8, help="latency: requests at a time")
-    parser.add_argument("--num-iters", type=int, default=10, help="latency, startup: repetitions")
-    parser.add_argument("--num-iters-warmup", type=int, default=3, help="latency: not counted")
-    parser.add_argument("--num-prompts", type=int, default=256, help="throughput: all at once")
+    for flag, default, about in (
+        ("--input-len", 32, "tokens per prompt"),
+        ("--output-len", 128, "tokens per answer"),
+        ("--batch-size", 8, "latency: requests at a time"),
+        ("--num-iters", 10, "latency, startup: repetitions"),
+        ("--num-iters-warmup", 3, "latency: not counted"),
+        ("--num-prompts", 256, "throughput: all at once"),
+    ):
+        about += " (default: %(default)s)"
+        parser.add_argument(flag, type=int, metavar="N", default=default, help=about)
     parser.add_argument("--output-json", metavar="FILE", help="the result as one line of JSON")
 
 

@@ -59,12 +59,16 @@ def examine(engine_args: EngineArgs) -> Iterator[Finding]:
 def _bytecode() -> Finding:
     """Counts among what the checks above have imported, which is most of what a start imports."""
     specs = [getattr(module, "__spec__", None) for module in list(sys.modules.values())]
-    cached = [spec.cached for spec in specs if spec is not None and spec.cached is not None]
-    missing = sum(not Path(file).exists() for file in cached)
-    if missing <= MAX_MODULES_WITHOUT_BYTECODE:
+    cached = [(spec.cached, spec.origin) for spec in specs if spec is not None and spec.cached]
+    missing = [origin for file, origin in cached if not Path(file).exists()]
+    if len(missing) <= MAX_MODULES_WITHOUT_BYTECODE:
         return Finding("start", "bytecode", "there")
-    advice = f"each start compiles them; python -m compileall -q {sysconfig.get_path('purelib')}"
-    return Finding("start", "bytecode", f"missing for {missing} modules", "note", advice)
+    roots = (sysconfig.get_path("purelib"), str(Path(__file__).parents[2]))  # or a checkout
+    folders = [
+        root for root in dict.fromkeys(roots) if any(str(file).startswith(root) for file in missing)
+    ]
+    advice = f"each start compiles them; python -m compileall -q {' '.join(folders)}"
+    return Finding("start", "bytecode", f"missing for {len(missing)} modules", "note", advice)
 
 
 # --- the machine ------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def examine_model(engine_args: EngineArgs) -> Iterator[Finding]:
         name = Finding("model", "name", f"{config.model.path} ({config.model.architecture})")
         found = [*_files(engine_args, config.model.path), *_needs(config, model)]
     except (ModelLoadError, ValueError) as error:  # which may come late: one line in any case
-        yield Finding("model", "name", str(error), "MISSING", "another folder, or another flag")
+        yield Finding("model", "name", str(error), "MISSING")
         return
     fallback = config.model.fallback
     state: State = "note" if fallback else "ok"

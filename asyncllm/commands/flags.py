@@ -76,7 +76,9 @@ class FlagParser(argparse.ArgumentParser):
             action for action in self._actions if any(word in o for o in action.option_strings)
         ]
         formatter.add_arguments(found)
-        if not (text := formatter.format_help().strip("\n")):
+        about = [getattr(action, "about", "") for action in found]  # vLLM's, which are not listed
+        text = "\n".join(filter(None, [formatter.format_help().strip("\n"), *about]))
+        if not text:
             raise ValueError(f"--help={asked}: no flag has that name, and the groups are "
                              f"{', '.join(groups)}, all")  # fmt: skip
         return f"{text}\n"

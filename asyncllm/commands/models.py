@@ -10,8 +10,8 @@ from pathlib import Path
 
 from asyncllm.commands.pull import add_download_dir
 from asyncllm.errors import ModelLoadError
-from asyncllm.hub.cache import cache_folder, cached_repos, find_snapshot
-from asyncllm.hub.files import missing_parts
+from asyncllm.hub.cache import cache_folder, cached_repos, find_snapshot, storage_folder
+from asyncllm.hub.files import missing_parts, size_text
 from asyncllm.model_config import BUILTIN_MODELS, ModelConfig
 
 HELP = "list the models in the hub's cache"
@@ -39,8 +39,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     width = max(len(model.name) for model in found)
     for model in found:
-        size = f"{model.bytes / 1e9:.2f} GB"
-        print(f"{model.name:{width}}  {model.revision:10}{size:>11}  {model.served}")
+        size = size_text(model.bytes)
+        print(f"{model.name:{width}}  {model.revision:10}{size:>9}  {model.served}")
     print(f"in {cache}")
     return 0
 
@@ -54,7 +54,8 @@ def _cached(cache: Path) -> Iterator[CachedModel]:
     for repo in cached_repos(cache):
         folder = find_snapshot(cache, repo)
         if folder is None:
-            yield CachedModel(repo.name, repo.revision, 0, "not yet: asyncllm pull completes it")
+            size = _size(storage_folder(cache, repo) / "blobs")
+            yield CachedModel(repo.name, repo.revision, size, "not yet: asyncllm pull completes it")
         else:
             yield CachedModel(repo.name, repo.revision, _size(folder), _how(folder))
 

@@ -8,6 +8,7 @@ import os
 from asyncllm.errors import ModelLoadError
 from asyncllm.hub.cache import Repo, cache_folder
 from asyncllm.hub.download import download
+from asyncllm.model_config import BUILTIN_MODELS
 
 EXIT_CODE_INTERRUPTED = 130
 HELP = "download a model of the hub, or what is new of it, and verify all of it"
@@ -29,7 +30,8 @@ def run(options: argparse.Namespace) -> int:
     """Raises `ModelLoadError`."""
     repo = Repo.parse(options.model, options.revision)
     if repo is None:
-        raise ModelLoadError(f"{options.model!r} is no name on the hub: ORG/NAME[@REVISION]")
+        why = " (it is built in)" if options.model in BUILTIN_MODELS else ""
+        raise ModelLoadError(f"{options.model!r} is no name on the hub: ORG/NAME[@REVISION]{why}")
     try:
         print(download(repo, cache_folder(options.download_dir)))
     except KeyboardInterrupt:

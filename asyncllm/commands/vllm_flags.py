@@ -170,6 +170,12 @@ class VllmFlag:
     def takes(self, value: str) -> bool:
         return ANY in self.accepted or value in self.accepted
 
+    def about(self) -> str:
+        """Say what becomes of it, in a line."""
+        values = "" if ANY in self.accepted else ", ".join(self.accepted)
+        only = f" ({values})" if self.status == "accepted" else f", but for {values}"
+        return f"--{self.name}: vLLM's; {self.status}{only if values else ''}: {self.why}"
+
     def refusal(self, value: str) -> str:
         shown = f"--{self.name}" if self.is_switch and value == "on" else f"--{self.name} {value}"
         if self.status == "other name":
@@ -210,6 +216,7 @@ class _Judge(argparse.Action):
     def __init__(self, flag: VllmFlag, **options: Any) -> None:
         super().__init__(**options)
         self._flag = flag
+        self.about = flag.about()
 
     def __call__(
         self,

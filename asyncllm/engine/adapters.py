@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
@@ -66,9 +66,13 @@ class AdapterManager:
             if fresh.reading is None and self._adding.get(name) is fresh:
                 del self._adding[name]
         if not fresh.is_listed:
+            before = self._registered.get(name)
+            is_pinned = before is not None and before.adapter is not None and before.adapter.pinned
             self.remove(name)
             fresh.is_listed = True
             self._registered[name] = fresh
+            if is_pinned:
+                self.pin(name)
 
     def remove(self, name: str) -> bool:
         """Forget a name: requests that have the adapter go on. Whether it was there."""
@@ -85,6 +89,7 @@ class AdapterManager:
         if adapter is None:
             raise LoRALoadError(f"the adapter {name!r} is not loaded")
         adapter.pinned = True
+        self._room.wake()  # whoever waits for room that is pinned now hears of it
 
     def find(self, name: str) -> LoRARequest | None:
         known = self._registered.get(name)
@@ -131,6 +136,8 @@ class AdapterManager:
         try:
             while adapter.copying is None:
                 if (slot := self._take_slot()) is None:
+                    in_slots = [each for each in self._held if each.slot]
+                    _check_unpinned(in_slots, self._store.num_slots, "slots (max_loras)")
                     await self._room.wait()
                     continue
                 adapter.slot = slot
@@ -181,6 +188,7 @@ class AdapterManager:
     async def _read_files(self, known: Registered) -> Adapter:
         try:
             while (place := self._take_place()) is None:
+                _check_unpinned(self._held, self._store.num_places, "places (max_cpu_loras)")
                 await self._room.wait()
                 if not known.num_readers:
                     raise asyncio.CancelledError
@@ -274,3 +282,9 @@ class AdapterManager:
         assert len(places) == len(set(places)), f"places {places}"
         assert sorted(slots) == list(range(1, 1 + self._store.num_slots)), f"slots {slots}"
         assert all(each.slot for each in self._held if each.copying is not None)
+
+
+def _check_unpinned(held: Collection[Adapter], num: int, what: str) -> None:
+    """Raises `LoRALoadError` where nobody will ever give one of them back."""
+    if len(held) == num and all(each.pinned for each in held):
+        raise LoRALoadError(f"all {num} {what} have adapters that are pinned")

@@ -1,6 +1,6 @@
-"""A request before it is queued: what was asked for, and `Arrival`, which an abort of it ends.
+"""A request before it is queued: its arguments, and `Arrival`, by which it can be aborted.
 
-Nothing else knows it yet: its engine starts, a thread encodes its text or its grammar is compiled.
+At this time the engine is starting, a thread tokenises the prompt, or the grammar is compiled.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from asyncllm.sampling_params import SamplingParams
 
 
 class Arrival:
-    """One id on its way, whoever shares it: of two with one id the second to be queued is refused.
+    """A request id that is not queued yet. Requests with the same id share it; the second of them
+    to be queued is refused.
 
-    `arrivals` has it until it is queued, refused or aborted; what is never awaited is forgotten
-    with the last reference to it. `asyncio.timeout` without a deadline is asyncio's own cancel
-    scope; an abort sets the deadline.
+    It is in `arrivals` until it is queued, refused or aborted; one that is never awaited is garbage
+    collected. `asyncio.timeout` without a deadline serves as a cancel scope: an abort sets the
+    deadline.
     """
 
     __slots__ = ("__weakref__", "_arrivals", "_scopes", "is_aborted", "request_id")
@@ -36,7 +37,7 @@ class Arrival:
         self._scopes: list[asyncio.Timeout] = []
 
     async def run(self, work: Coroutine[Any, Any, None]) -> bool:
-        """`work` queues the request at its end. False, and at once, where it is aborted before."""
+        """Run `work`, which ends by queueing the request. False as soon as it is aborted."""
         if self.is_aborted:
             work.close()
             return False
@@ -55,20 +56,20 @@ class Arrival:
         return not self.is_aborted
 
     def abort(self) -> None:
-        """Each scope that it ends must read `is_aborted`, perhaps in this very iteration."""
+        """Cancel all `run` calls. Sets `is_aborted` first, as they may read it at once."""
         self.is_aborted = True
         for scope in self._scopes:
             scope.reschedule(0.0)
 
 
-Arrivals = WeakValueDictionary[str, Arrival]  # of one engine
+Arrivals = WeakValueDictionary[str, Arrival]  # by request id
 
 
 @dataclass(slots=True, frozen=True)
 class Submission:
-    """A request as it was asked for, nothing of it checked but its sampling parameters.
+    """The arguments of a request. Only its sampling parameters are checked yet.
 
-    `params`: None for the model's defaults. A prompt that was parsed already may hold its ids.
+    params: None for the model's defaults. A parsed prompt may have its token ids already.
     """
 
     arrival: Arrival
@@ -79,11 +80,10 @@ class Submission:
     priority: int = 0
     cache_salt: str | None = None
     lora_request: LoRARequest | None = None
-    adds_lora: bool = False  # loaded where it is not
+    adds_lora: bool = False  # whether to load `lora_request` if it is not loaded
 
     async def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """`work` queues it; one that is aborted before has its end told, although nobody knows its
-        token ids."""
+        """Run `work`, which queues the request. If it is aborted before, send its final output."""
         if await self.arrival.run(work):
             return
         text = self.prompt if isinstance(self.prompt, str) else None

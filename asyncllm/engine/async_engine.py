@@ -1,8 +1,8 @@
-"""The engine's public face inside an asyncio application; `EngineCore` does the work.
+"""The engine's API for asyncio applications; `EngineCore` does the work.
 
-One event loop: every method is called on the loop that ran `start`. It installs no signal handler,
-starts no process unless `data_parallel_size` or ranks that share the model ask for several, and
-after `aclose` leaves no process, no thread and no device memory. No `__main__` guard is needed.
+All methods must be called on the event loop that ran `start`. The engine installs no signal handler
+and starts no process, unless several ranks or engines (`data_parallel_size`) are asked for. After
+`aclose` it leaves no process, thread or device memory. No `__main__` guard is needed.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ from asyncllm.sampling_params import BeamSearchParams, SamplingParams, check_sam
 class AsyncLLMEngine:
     """An inference engine inside an asyncio application.
 
-    `AsyncLLMEngine(model, **fields of EngineArgs)`, then `await start()` or `async with engine`;
-    `generate` starts it on first use. Raises `ValueError` or `ModelLoadError` for what cannot run.
+    Create it with `AsyncLLMEngine(model, **fields of EngineArgs)`, then `await start()` or use
+    `async with engine`; `generate` starts it on first use. Raises `ValueError` or `ModelLoadError`
+    if the configuration cannot run.
 
-    Neither steps nor requests leave anything for the garbage collector, but they set it off, and a
-    full collection walks over all that torch and transformers made, 0.1 s and more between two
-    tokens: `gc.collect(); gc.freeze()` after `start()` spares that, `gc.set_threshold` most others;
-    both are the application's to decide. `asyncllm serve` does so in `server/serve.py`.
+    Steps and requests leave no reference cycles, but their allocations trigger the garbage
+    collector, and a full collection over all objects of torch and transformers takes 0.1 s or more
+    between two tokens. `gc.collect(); gc.freeze()` after `start()` avoids that, and
+    `gc.set_threshold` most other collections. That is for the application to decide;
+    `asyncllm serve` does both in `server/serve.py`.
     """
 
     def __init__(self, model: str = "tiny", **engine_args: Any) -> None:
@@ -53,7 +55,7 @@ class AsyncLLMEngine:
         self._starting = asyncio.Lock()
         self._loader = make_loader(args, self.config, self.recorder, self.stat_loggers)
         self._core: Core | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None  # that starts, runs or closes the core
+        self._loop: asyncio.AbstractEventLoop | None = None  # the one that the core runs on
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
 
@@ -62,11 +64,11 @@ class AsyncLLMEngine:
         return cls(**vars(args))
 
     async def start(self) -> None:
-        """Load the model, size its memory, capture its graphs. A second call does nothing.
+        """Load the model, size its memory, capture graphs. A second call does nothing.
 
-        Cancelled, it ends at once; what it was loading is closed as soon as it is loaded, before
-        another start loads anything and before `aclose` returns.
-        Raises `RuntimeError` where it starts or runs on another event loop.
+        If it is cancelled it returns at once, and the worker is closed when its loading ends:
+        before another start loads one, and before `aclose` returns.
+        Raises `RuntimeError` if the engine starts or runs on another event loop.
         """
         if not self._has_a_loop():
             self._loop = asyncio.get_running_loop()
@@ -78,9 +80,9 @@ class AsyncLLMEngine:
                 self._core = await self._loader.load(progress=self.show_progress)
 
     async def aclose(self) -> None:
-        """End all requests with an error, stop the engine and give its memory back. Idempotent.
+        """End all requests with an error, stop the engine and free its memory. Idempotent.
 
-        Cancelled, it goes on by itself; another call waits for its end.
+        If it is cancelled it continues in the background; another call waits for it.
         """
         if self._closing is None:
             if self._has_a_loop():
@@ -113,19 +115,19 @@ class AsyncLLMEngine:
         cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
     ) -> Generation:
-        """Await the result for the final output, or iterate over it for the outputs until then.
+        """Generate text: `await` the result for the final output, or iterate it for all outputs.
 
         prompt: text, token ids, {"prompt": text}, {"prompt_token_ids": ids} or chat messages.
-        Without `sampling_params` the model's defaults (generation_config.json) apply. Lower
-        `priority` values run first under --scheduling-policy priority. `lora_request`: the adapter
-        to use, which is loaded where it is not.
-        Raises, when awaited or iterated, `InvalidRequestError` (a ValueError naming the field),
-        `QueueFullError`, `EngineDeadError`, `RequestFailedError`; at once `InvalidRequestError` for
-        a field of `sampling_params` that was set out of range after they were made.
+        sampling_params: default: the model's (generation_config.json).
+        priority: lower values run first with --scheduling-policy priority.
+        lora_request: the adapter to use; it is loaded if necessary.
+        Awaiting or iterating raises `InvalidRequestError` (a `ValueError` naming the field),
+        `QueueFullError`, `EngineDeadError` or `RequestFailedError`. Calling it raises
+        `InvalidRequestError` if a field of `sampling_params` has been set out of range.
         """
         if sampling_params is not None:
             check_sampling_params(sampling_params)
-            sampling_params = sampling_params.checked_copy()  # the engine may be long in starting
+            sampling_params = sampling_params.checked_copy()  # the caller may change it later
         name = request_id if request_id is not None else f"gen-{next(self._request_ids)}"
         arrival = self._arrivals.setdefault(name, Arrival(name, self._arrivals))
         kind = (sampling_params or SamplingParams()).output_kind
@@ -149,11 +151,11 @@ class AsyncLLMEngine:
         cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
     ) -> Generation:
-        """As `generate`; there is one output, the final one, with `beam_width` completions.
+        """As `generate`, but with a single output of `beam_width` completions.
 
-        The best is first, by cumulative_logprob / number of tokens ** length_penalty; a stop token
-        that ended one counts, and is in its `token_ids`. Raises `InvalidRequestError` at once for
-        what no model could search.
+        Completions are ordered by cumulative_logprob / number of tokens ** length_penalty, the best
+        first. A final stop token counts and is in `token_ids`. Raises `InvalidRequestError` for
+        invalid parameters.
         """
         return self.generate(
             prompt, params.sampling_params(), request_id, priority,
@@ -172,12 +174,12 @@ class AsyncLLMEngine:
         cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
     ) -> None:
-        """Validate, tokenise and queue a request; its deltas go to `sink`, at most one per step.
+        """Validate, tokenise and queue a request. `sink` gets its deltas, at most one per step.
 
-        The sink is called on the loop and must not block; one that raises ends its request with an
-        error. The last delta is `finished`. A step between the first and the last that brings text
-        and nothing else is told to `text_sink`, if there is one, as (text, number of tokens).
-        Raises as `generate`; a refused request owns nothing.
+        Sinks are called on the event loop and must not block; if one raises, its request ends with
+        an error. The last delta is `finished`. If there is a `text_sink`, it gets (text, number of
+        tokens) of the steps between the first and the last that produce nothing but text.
+        Raises as `generate`; a refused request holds nothing.
         """
         arrival = self._arrivals.setdefault(request_id, Arrival(request_id, self._arrivals))
         given = Submission(
@@ -190,7 +192,7 @@ class AsyncLLMEngine:
         await self._on_its_loop().submit(given)
 
     def abort(self, request_id: str | Iterable[str], cause: AbortCause = "application") -> None:
-        """End requests at once, wherever they are; unknown ids are ignored. Counted by `cause`."""
+        """End requests at once; unknown ids are ignored. Aborts are counted by `cause`."""
         for name in [request_id] if isinstance(request_id, str) else list(request_id):
             if (arrival := self._arrivals.pop(name, None)) is not None:
                 arrival.abort()
@@ -198,26 +200,28 @@ class AsyncLLMEngine:
             if self._core is not None:
                 self._core.abort(name, cause)
 
-    async def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> None:
-        """Read an adapter's files, so that requests may name it; again, and in place of those of
-        the same name and path, with `load_inplace`. Raises `LoRALoadError` naming the tensor or the
-        setting that is not served; the engine is as before then."""
+    async def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> bool:
+        """Load an adapter, so that requests may name it; True, as vLLM. load_inplace: load it
+        again, in place of the adapter of this name and path. Raises `LoRALoadError` naming the
+        tensor or setting that is not supported, and changes nothing then."""
         await self._running().lora.add(lora_request, reload=load_inplace)
+        return True
 
-    def remove_lora(self, lora_name: str) -> bool:
-        """Requests that use it go on to their end. Whether it was there."""
+    async def remove_lora(self, lora_name: str) -> bool:
+        """Unload an adapter; requests that use it run to their end. Whether it was loaded."""
         return self._running().lora.remove(lora_name)
 
-    def pin_lora(self, lora_name: str) -> None:
-        """Let no other adapter take its memory. Raises `LoRALoadError` where it is not loaded."""
+    async def pin_lora(self, lora_name: str) -> bool:
+        """Keep an adapter in memory; True, as vLLM. Raises `LoRALoadError` if it is not loaded."""
         self._running().lora.pin(lora_name)
+        return True
 
-    def list_loras(self) -> list[LoRARequest]:
+    async def list_loras(self) -> list[LoRARequest]:
         adapters = self._running().adapters
         return [] if adapters is None else adapters.requests
 
     def lora_activity(self) -> tuple[list[str], list[str]]:
-        """Names of the adapters that requests have, and of those that requests wait for."""
+        """Names of the adapters that running requests use, and of those that requests wait for."""
         adapters = self._running().adapters
         return ([], []) if adapters is None else (adapters.running, adapters.waiting)
 
@@ -240,37 +244,37 @@ class AsyncLLMEngine:
 
     @property
     def max_model_len(self) -> int:
-        """The context window in tokens, settled by `start`."""
+        """The context window in tokens, known after `start`."""
         return self.input_processor.max_model_len
 
     @property
     def startup(self) -> dict[str, Any]:
-        """The settings that the start found, and its phases in seconds."""
+        """The settings that the start chose, and the seconds of its phases."""
         return self._running().startup
 
     def health(self) -> str | None:
-        """None when requests are served, else why not."""
+        """None if requests are served, else the reason why not."""
         if self._core is None:
             return "closed" if self._closed else "loading"
         return self._core.health()
 
     async def wait_failed(self) -> str:
-        """Until the engine, once started, has failed for good; why."""
+        """Wait until the engine has failed for good; returns the reason."""
         return await asyncio.shield(self._running().failed)
 
     def stats(self) -> SchedulerStats:
         return self._running().stats()
 
     def snapshot(self, last_steps: int = TIMELINE_STEPS) -> Snapshot:
-        """Queues, pages, rates, latencies and the last steps, for a live view. Cheap; no HTTP.
+        """Queues, pages, rates, latencies and the last steps, for a live view. It is cheap.
 
-        Call it on the loop. Raises `EngineDeadError` before the start and after the end.
+        Raises `EngineDeadError` before the start and after the end.
         """
         return take_snapshot(self.replicas, last_steps)
 
     @property
     def replicas(self) -> Sequence[Replica]:
-        """The engines behind this one, in the order of their ranks: itself, or several."""
+        """The data-parallel engines, by rank; usually one."""
         return self._running().replicas
 
     def check_integrity(self) -> None:
@@ -279,7 +283,7 @@ class AsyncLLMEngine:
 
     def check_idle(self) -> None:
         """Assert that nothing is left of any request."""
-        assert not self._arrivals, "a request is on its way"
+        assert not self._arrivals, "a request is being prepared"
         self._running().check_idle()
 
     def reset_prefix_cache(self) -> None:
@@ -287,12 +291,12 @@ class AsyncLLMEngine:
 
     def _on_its_loop(self) -> Core:
         core = self._core or self._running()
-        if asyncio.get_running_loop() is not self._loop:  # one call less for each request
+        if asyncio.get_running_loop() is not self._loop:  # saves a call per request
             self._check_loop()
         return core
 
     def _has_a_loop(self) -> bool:
-        """Whether it starts, runs or closes: on another loop its futures would never be done."""
+        """Whether it is bound to a loop: on another one its futures would never resolve."""
         return self._core is not None or self._starting.locked()
 
     def _check_loop(self) -> None:

@@ -1,18 +1,19 @@
-"""Beam search, as a client of the engine: each step is a request per live beam.
+"""Beam search as a client of the engine: each step submits one request per live beam.
 
     live beams -> a request each: one token, with logprobs -> BeamSearch.advance -> live beams ...
 
-`BeamSearch` knows log-probabilities alone: no sequence, page or step. Its rules are those of
-transformers' `generate`:
+`BeamSearch` only knows log-probabilities, no sequences, pages or steps. It follows transformers'
+`generate`:
 
-  goes on   the `width` best continuations that neither stop nor reach `max_tokens`
-  ends      a continuation that does, if it is among the `width` best of all
-  kept      the `width` best that ended, by log-probability / length ** length_penalty
+  continue  the `width` best continuations that neither stop nor reach `max_tokens`
+  end       a continuation that does, if it is among the `width` best of all
+  keep      the `width` best beams that ended, by log-probability / length ** length_penalty
 
-So of each live beam the `width` + (number of stop tokens) most likely tokens are enough to know.
-A beam's request is the search's own, resumed behind the beam's tokens: what the step before
-computed of them is in the prefix cache. The search is live in the outputs alone, which hear of its
-tokens when it is over. Whatever ends it ends the beams' requests, and the other way round.
+So the `width` + (number of stop tokens) most likely tokens of each live beam suffice.
+A beam's request is a copy of the search's request with the beam's tokens appended; the prefix cache
+has their KV from the step before. The search itself is live in the output processor only, which
+gets its tokens at the end. If the search ends early, so do the requests of its beams, and vice
+versa.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ from asyncllm.outputs import PromptLogprobs, RequestMetrics, RequestOutput
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import Request, Sequence, SequenceStatus, TokenLogprobs
 
-TOKENS_PER_TURN = 32  # of the loop, of those that are detokenised at the end: 0.2 ms
+TOKENS_PER_TURN = 32  # detokenized per iteration of the loop at the end: 0.2 ms
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beam:
-    """One token after its `parent`'s; `total` is the log-probability of all of them."""
+    """A token and the beam before it. total: the log-probability of all its tokens."""
 
-    parent: Beam | None  # None: nothing but the prompt
+    parent: Beam | None  # None: the prompt
     token_id: int
     logprobs: TokenLogprobs | None
     total: float
     num_tokens: int
 
     def path(self) -> list[Beam]:
-        """Its ancestors and itself, one per token."""
+        """This beam and the ones before it, one per token, the first one first."""
         beams: list[Beam] = []
         beam: Beam | None = self
         while beam is not None and beam.parent is not None:
@@ -59,7 +60,7 @@ PROMPT = Beam(None, -1, None, 0.0, 0)
 
 
 class BeamSearch:
-    """`live` are the beams that go on; `ended` (score, beam) those that were kept, best first."""
+    """live: beams that continue. ended: (score, beam) of the kept ones, best first."""
 
     def __init__(self, request: Request) -> None:
         self.live = [PROMPT]
@@ -69,10 +70,10 @@ class BeamSearch:
         self._width = request.sampling_params.num_sequences
         self._max_tokens = request.max_tokens
         self._stop_token_ids = request.stop_token_ids
-        self._num_top = request.num_shown_logprobs or 0  # tokens beside its own, in each beam
+        self._num_top = request.num_shown_logprobs or 0  # reported besides the beam's own token
 
     def advance(self, rows: SequenceOf[TokenLogprobs]) -> None:
-        """One token on. rows: what may follow each of `live`, most likely first."""
+        """Extend by one token. rows: the continuations of each live beam, most likely first."""
         num_tokens = self.live[0].num_tokens + 1
         goes_on: list[Beam] = []
         for place, (total, index, rank) in enumerate(self._ranked(rows)):
@@ -90,7 +91,7 @@ class BeamSearch:
         self.is_over = not goes_on or self._cannot_improve(num_tokens)
 
     def _ranked(self, rows: SequenceOf[TokenLogprobs]) -> Iterator[tuple[float, int, int]]:
-        """(total, index of the beam, rank of the token) of every continuation, best first."""
+        """(total, index of the beam, rank of the token) of all continuations, best first."""
 
         def continuations(index: int) -> Iterator[tuple[float, int, int]]:
             total = self.live[index].total
@@ -115,10 +116,10 @@ class BeamSearch:
         del self.ended[self._width :]
 
     def _cannot_improve(self, num_tokens: int) -> bool:
-        """Whether what has ended is final. `num_tokens`: of the live beams.
+        """Whether no live beam can beat the kept ones. num_tokens: length of the live beams.
 
-        False compares what the best live beam is worth now: right only where no beam gains by its
-        length. "never" takes the length that is worth most.
+        With early_stopping False it compares the current score of the best live beam, a heuristic,
+        as longer beams may score higher. "never" assumes the best possible length.
         """
         if len(self.ended) < self._width:
             return False
@@ -131,10 +132,10 @@ class BeamSearch:
 
 
 class BeamSearchClient:
-    """`receive` is the sink of `request`, and `ask` begins the search, once it is live.
+    """Use `receive` as the sink of `request`; once it is live, `ask` starts the search.
 
-    `seq_ids`: one per beam, used in each step again, so that beams keep their place in the queue.
-    `on_end` is called after the last output.
+    seq_ids: one per beam, reused in each step, so that beams keep their place in the queue.
+    on_end: called after the last output.
     """
 
     def __init__(
@@ -154,13 +155,13 @@ class BeamSearchClient:
         self._search = BeamSearch(request)
         num_logprobs = params.num_sequences + len(request.stop_token_ids)
         self._params = SamplingParams(temperature=0, logprobs=num_logprobs, detokenize=False)
-        self._first_params = self._params  # the first step reports the prompt's logprobs, with text
+        self._first_params = self._params  # of the first step, which reports prompt logprobs
         if params.prompt_logprobs is not None:
             self._first_params = replace(
                 self._params, prompt_logprobs=params.prompt_logprobs, detokenize=params.detokenize
             )
-        self._beams: list[Request] = []  # of `_search.live`, in its order
-        self._rows: dict[int, TokenLogprobs] = {}  # what may follow each, by its place
+        self._beams: list[Request] = []  # the requests of `_search.live`, in its order
+        self._rows: dict[int, TokenLogprobs] = {}  # continuations, by the index of the beam
         self._prompt_logprobs: PromptLogprobs | None = None
         self._is_over = False
         self._delivery: asyncio.Task[None] | None = None
@@ -177,7 +178,7 @@ class BeamSearchClient:
     # --- a step ------------------------------------------------------------------------------
 
     def ask(self) -> None:
-        """Ask for one token after each live beam."""
+        """Submit a request for one token after each live beam."""
         self._beams = [self._beam_request(*beam) for beam in enumerate(self._search.live)]
         for place, request in enumerate(self._beams):
             self._live.add(request, partial(self._take, place), None)
@@ -185,7 +186,7 @@ class BeamSearchClient:
     def _beam_request(self, place: int, beam: Beam) -> Request:
         search = self._request
         request = Request(
-            request_id=f"{search.request_id}\0beam {place}",  # no client's id
+            request_id=f"{search.request_id}\0beam {place}",  # no client uses such an id
             prompt=None,
             prompt_token_ids=search.prompt_token_ids,
             sampling_params=self._params if beam.num_tokens else self._first_params,
@@ -202,7 +203,7 @@ class BeamSearchClient:
         return request
 
     def _take(self, place: int, output: RequestOutput) -> None:
-        """Take a beam's token; after the last beam's all go one token on."""
+        """The sink of a beam's request. After the last beam's token the search advances."""
         if self._is_over:
             return
         if output.error is not None:
@@ -231,7 +232,7 @@ class BeamSearchClient:
     # --- the end -----------------------------------------------------------------------------
 
     async def _deliver(self) -> None:
-        """Give the outputs all tokens of the best beams, a few in each turn of the loop."""
+        """Send all tokens of the best beams to the output processor, a few per loop iteration."""
         now = time.monotonic()
         ended = [beam for _, beam in self._search.ended]
         for seq, beam in zip(self._request.sequences, ended, strict=True):
@@ -256,7 +257,7 @@ class BeamSearchClient:
 
 
 def _most_likely(output: RequestOutput) -> TokenLogprobs:
-    """The row of a beam's only token, most likely first."""
+    """The logprobs of a beam's one token, most likely first."""
     assert output.outputs[0].logprobs is not None
     (row,) = output.outputs[0].logprobs
     ranked = sorted(row.items(), key=lambda entry: -entry[1].logprob)

@@ -1,8 +1,9 @@
-"""The names of blocks: H(block's token ids, parent's hash), from the request's cache key on.
+"""Block hashes for the prefix cache: H(the block's token ids, hash of the block before).
 
-A block's hash says all that its KV depends on, so equal hashes may share a page. Each is made once
-per sequence, when it is first asked for: a long prompt whose beginning is not cached is not hashed.
-Keyed with a secret of the process, so that no client can construct a collision.
+The first block's parent is the request's cache key. So a hash covers all that a block's KV depends
+on, and blocks with equal hashes may share a page. Each hash is computed once per sequence, on
+demand: a long prompt whose beginning is not cached is not hashed. The hash is keyed with a secret
+of the process, so that no client can construct a collision.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ class BlockHashes:
         self._keyed = hashlib.blake2b(digest_size=HASH_BYTES, key=secrets.token_bytes(32))
 
     def known(self, seq: Sequence) -> list[bytes]:
-        """Those made so far, of its first blocks."""
+        """The hashes computed so far, of its first blocks."""
         return self._known.get(seq.seq_id, [])
 
     def first(self, seq: Sequence, num_blocks: int) -> list[bytes]:
-        """Hashes at least the first `num_blocks` blocks of `seq`, whose tokens must be known."""
+        """Hashes of at least the first `num_blocks` blocks, whose tokens must be known."""
         hashes = self._known.setdefault(seq.seq_id, [])
         first, size = len(hashes), self._block_size
         if first >= num_blocks:

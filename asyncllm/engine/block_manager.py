@@ -1,17 +1,16 @@
-"""Which pages hold which sequence's KV: allocation, sharing, copy-on-write, prefix cache, swap.
+"""The pages of each sequence's KV: allocation, sharing, copy-on-write, prefix cache, swapping.
 
-No torch: it hands out page numbers, and the moves (swap, copy) that the device must make before the
-step that was planned with them. It does not know why a sequence is admitted or preempted.
+No torch: it returns page numbers, and the moves (swaps, copies) that the device must do before the
+step that is planned with them. It does not know why a sequence is admitted or preempted.
 
-  groups        layers that hold the same blocks of a sequence; each has a list of pages, all from
-                one pool (cache_group.py). What a window has left behind is given back (`trim`)
-  publish       a full page becomes findable by its hash, for steps after the one that fills it: a
-                prompt's at once, an answer's several at a time, which is cheaper, or at its end
-  swap          a preempted sequence's pages move to host pages; both copies stay findable
-  states        of recurrent layers: rows of another pool (state_pool.py)
+  group     layers that hold the same blocks of a sequence. Each group has a block table; all draw
+            from one page pool (cache_group.py). `trim` frees the pages that a window has passed
+  publish   put a full page into the prefix cache, for steps after the one that fills it: a
+            prompt's pages at once, an answer's a few at a time, which is cheaper, and at its end
+  swap      move a preempted sequence's pages to host pages; the prefix cache keeps both copies
+  states    of recurrent layers: rows of another pool (state_pool.py)
 
-Invariant: `check_integrity()`. With no live sequence every page is free and every map of sequences
-is empty.
+Invariants: `check_integrity()`. Without live sequences all pages are free and all maps are empty.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class BlockManager:
         groups: SequenceOf[CacheGroup] | None = None,
         states: StatePool | None = None,
     ) -> None:
-        """groups: None for one whose layers see all tokens. states: of recurrent layers."""
+        """groups: None for a single group without a window. states: of recurrent layers."""
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.device = PagePool(num_pages, first=PADDING_PAGE + 1)
@@ -50,7 +49,7 @@ class BlockManager:
         self.states = states
         self._groups = groups or (CacheGroup(block_size),)
         self.num_groups = len(self._groups)
-        # Groups whose pages come and go while a prompt is computed.
+        # Groups that free pages while a sequence runs.
         self.windows = [g for g, group in enumerate(self._groups) if group.window is not None]
         self._tables: dict[int, BlockTable] = {}  # by seq_id: sequences that own pages
         self._hashes = BlockHashes(block_size)
@@ -62,8 +61,8 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def pages_of(self, seq: Sequence, end: int | None = None) -> list[list[int]]:
-        """By group, the device pages of `seq` in order, PADDING_PAGE behind a window; copies. Of
-        the blocks before `end`, None: all."""
+        """The device pages of `seq`, per group, as new lists; PADDING_PAGE for blocks that a window
+        has passed. end: only blocks before this one."""
         lists: list[list[int]] = []
         for held in self._tables[seq.seq_id].groups:
             lists += [([PADDING_PAGE] * held.first + held.pages)[:end]]
@@ -78,7 +77,7 @@ class BlockManager:
         return has_row and self.num_pages_to_swap(seq) <= self.host.num_free
 
     def num_uncached_tokens(self, seq: Sequence) -> int:
-        """Tokens that a recomputation would have to compute, if nothing is evicted meanwhile."""
+        """Tokens to compute again after preemption, unless cached blocks are evicted meanwhile."""
         published = self._tables[seq.seq_id].num_published
         while published and not self.prefixes.has_state(seq, published):
             published -= 1
@@ -89,12 +88,12 @@ class BlockManager:
     def admit(
         self, seq: Sequence, num_cached: int = 0, num_spared: int = 0
     ) -> list[tuple[int, int]] | None:
-        """Give `seq`, a new or a swapped one, pages for all its known tokens; of a window's layers
-        for as many as they hold at a time.
+        """Allocate pages for all known tokens of `seq`, which is new or swapped out; for layers
+        with a window, for as many as they hold at a time.
 
-        num_cached: the blocks of a new one that `PrefixCache.match` found; they are shared.
-        num_spared: pages that must stay free. None, and nothing is taken, where they would not;
-        else the swap-ins (host page, device page) of blocks that only the host holds.
+        num_cached: blocks of a new sequence that `PrefixCache.match` found, to be shared.
+        num_spared: pages that must stay free; if they would not, returns None and allocates none.
+        Returns the swap-ins (host page, device page) of blocks that only the host holds.
         """
         swapped, start = self._tables.get(seq.seq_id), num_cached * self.block_size
         table = swapped or BlockTable([], num_cached, self.enable_prefix_caching)
@@ -109,7 +108,8 @@ class BlockManager:
         if self.device.num_left(names, num_pages) < num_spared:
             return None
         self._tables[seq.seq_id] = table
-        # New pages are published before they are filled: steps run in order, so no reader is early.
+        # New pages are published before they are filled. Steps run in order, so no step reads them
+        # before that.
         lists, new = hold(self.device, wanted, names, num_pages)
         swap_in: list[tuple[int, int]] = []
         for held, pages, (of_group, _) in zip(table.groups, lists, wanted, strict=True):
@@ -123,14 +123,14 @@ class BlockManager:
             ]
         if swapped:
             table.release_host_pages(self.host)
-        elif swap_in:  # in use just now: the others are evicted first
+        elif swap_in:  # mark the host pages as recently used: others are evicted first
             for host_page, _ in swap_in:
                 self.host.share(host_page)
             self.host.release(host_page for host_page, _ in reversed(swap_in))
         return swap_in
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """`child` shares all of `parent`'s pages; the first to write to a shared page copies it."""
+        """`child` shares all pages of `parent`; the first to write to a shared page copies it."""
         source = self._tables[parent.seq_id]
         for held in source.groups:
             for page in held.pages:
@@ -140,10 +140,8 @@ class BlockManager:
         self._hashes.fork(parent, child)
 
     def missing_blocks(self, seq: Sequence, end: int) -> list[tuple[int, int]]:
-        """(group, block) for which writing KV from `num_computed` to `end` takes a free page.
-
-        That is a new one, or a private copy of a shared one.
-        """
+        """The (group, block) pairs that need a free page to write KV from `num_computed` to `end`:
+        a new page, or a private copy of a shared one."""
         start, num_blocks = seq.num_computed // self.block_size, self.num_blocks(end)
         return [
             (g, i)
@@ -153,9 +151,9 @@ class BlockManager:
         ]
 
     def extend(self, seqs: SequenceOf[Sequence]) -> list[PageAppend]:
-        """A page for each whose next position begins one, where it has none yet; enough are free.
+        """A new page for each sequence whose next position begins a block; enough pages are free.
 
-        As `trim` and `reserve` where nothing is shared, for all rows of a step that need one.
+        It does what `trim` and `reserve` do, for many sequences without shared pages.
         """
         full: list[tuple[Sequence, int, GroupPages]] = []
         appends: list[PageAppend] = []
@@ -172,7 +170,8 @@ class BlockManager:
     def reserve(
         self, seq: Sequence, missing: list[tuple[int, int]]
     ) -> tuple[list[PageAppend], list[tuple[int, int]]]:
-        """Take pages for `missing_blocks`; the copies (from, to) of those that were shared."""
+        """Allocate pages for `missing_blocks`. Also returns the copies (from, to) of shared
+        pages."""
         groups = self._tables[seq.seq_id].groups
         appends: list[PageAppend] = []
         copies: list[tuple[int, int]] = []
@@ -190,8 +189,8 @@ class BlockManager:
         return appends, copies
 
     def trim(self, seq: Sequence) -> list[PageAppend]:
-        """Give back the pages that no token from `num_computed` on sees. What is published stays
-        findable; a step in flight may still read them: who takes them writes after it."""
+        """Free the pages that no token from `num_computed` on attends to. Published ones stay in
+        the prefix cache. A step in flight may still read them: new owners write in later steps."""
         appends: list[PageAppend] = []
         for g in self.windows:
             held = self._tables[seq.seq_id].groups[g]
@@ -204,9 +203,9 @@ class BlockManager:
         return appends
 
     def publish(self, seq: Sequence) -> None:
-        """Make the pages of `seq` findable that are full of known tokens.
+        """Put the pages of `seq` that are full of known tokens into the prefix cache.
 
-        They are computed, or will be by a step before any that is planned from here on.
+        They are computed already, or by a step that runs before any that is planned from now on.
         """
         table = self._tables[seq.seq_id]
         num_full = min(seq.num_computed, len(seq.token_ids)) // self.block_size
@@ -220,11 +219,12 @@ class BlockManager:
         table.num_published = num_full
 
     def save_states(self, seq: Sequence, start: int, end: int) -> tuple[tuple[int, int], ...]:
-        """Rows for snapshots of the state amid or behind the tokens from `start` to `end` of a
-        prompt, each with the tokens before it.
+        """Rows for state snapshots within a chunk of a prompt, from token `start` to `end`, each
+        with its number of tokens from `start`.
 
-        At the last whole block, for who asks the same or goes on from there, and where its pages
-        part from those of other prompts. What is the last block's no more is overwritten first.
+        Snapshots are taken at the last whole block, for requests that repeat or continue the
+        prompt, and where its pages diverge from those of other prompts. The prompt's snapshot at an
+        earlier last block is the first to be overwritten.
         """
         states, table, size = self.states, self._tables[seq.seq_id], self.block_size
         if states is None or not table.may_publish:
@@ -244,9 +244,9 @@ class BlockManager:
         return tuple(saves)
 
     def save_decoded(self, seqs: SequenceOf[Sequence]) -> list[tuple[int, int]]:
-        """(slot, row) for snapshots of states as they are before the step, of sequences that begin
-        a block of their answers: a chat goes on from there. Each one's last takes the place of the
-        one before it."""
+        """(slot, row) for state snapshots before the step, of sequences that begin a new block of
+        their answers, so that the next turn of a chat continues from there. A sequence's new
+        snapshot replaces its last one."""
         saves: list[tuple[int, int]] = []
         for seq in seqs:
             table, num_blocks = self._tables[seq.seq_id], seq.num_computed // self.block_size
@@ -262,7 +262,7 @@ class BlockManager:
         return saves
 
     def free(self, seq: Sequence) -> None:
-        """`seq` gives back all it owns."""
+        """Free all pages and host state of `seq`."""
         table = self._tables.pop(seq.seq_id, None)
         if table is not None:
             table.release_pages(self.device)
@@ -271,13 +271,13 @@ class BlockManager:
             self.states.leave_host(seq.seq_id)
 
     def forget(self, seq: Sequence) -> None:
-        """`seq` is finished: free it and drop its hashes."""
+        """Free a finished sequence and its hashes."""
         self.free(seq)
         self._hashes.forget(seq)
 
     def swap_out(self, seq: Sequence) -> list[tuple[int, int]]:
-        """Move `seq` to host pages; the copies (device page, host page) that are needed."""
-        self.trim(seq)  # its slot is gone
+        """Move `seq` to host pages. Returns the copies (device page, host page) to make."""
+        self.trim(seq)
         table = self._tables[seq.seq_id]
         hashes = self._hashes.known(seq)[: table.num_published]
         wanted = table.wanted(self._groups, hashes, self.num_blocks(seq.num_computed))
@@ -291,7 +291,7 @@ class BlockManager:
         return copies
 
     def reset_prefix_cache(self) -> None:
-        """Forget all blocks. Live sequences keep their pages, but publish none of them again."""
+        """Forget all cached blocks. Live sequences keep their pages, but never publish them."""
         self.device.forget_all()
         self.host.forget_all()
         if self.states is not None:
@@ -300,12 +300,12 @@ class BlockManager:
             table.num_published, table.may_publish = 0, False
 
     def check_integrity(self) -> None:
-        """Assert that every page's count is the number of tables that hold it."""
+        """Assert that each page's count is the number of block tables that hold it."""
         users: Counter[int] = Counter()
         host_users: Counter[int] = Counter()
         for table in self._tables.values():
             for group, held in zip(self._groups, table.groups, strict=True):
-                assert len(held.pages) <= group.max_blocks, "a window's pages are not given back"
+                assert len(held.pages) <= group.max_blocks, "a window's pages are not freed"
                 users.update(held.pages)
                 host_users.update(held.host_pages)
         self.device.check_integrity(users)

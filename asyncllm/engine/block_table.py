@@ -1,7 +1,7 @@
-"""The pages of one sequence, by cache group, and the order in which a pool takes and gets them.
+"""The block tables of a sequence, one per cache group, and the order of taking and freeing pages.
 
-A group holds the blocks from `first` on: what a window has left behind is before it. The hash of a
-block names its page in the first group; in the others the group's number follows it.
+A group holds the blocks from `first` on; a window has passed those before it. A page's name in the
+prefix cache is the block's hash, followed by the group's number in all groups but the first.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from operator import itemgetter
 from asyncllm.cache_group import CacheGroup
 from asyncllm.engine.page_pool import PagePool
 
-OfGroup = tuple[list[bytes], int]  # names of its published blocks, number of its pages
+OfGroup = tuple[list[bytes], int]  # names of a group's published blocks, number of its pages
 
 
 @dataclass(slots=True)
 class GroupPages:
-    """One sequence's pages in one group: of blocks `first`, `first` + 1, and so on."""
+    """A sequence's pages in one group, of blocks `first`, `first` + 1, and so on."""
 
     first: int = 0
     pages: list[int] = field(default_factory=list)  # on the device
@@ -32,22 +32,22 @@ class GroupPages:
 
 @dataclass(slots=True)
 class BlockTable:
-    """One sequence's pages."""
+    """The pages of a sequence."""
 
     groups: list[GroupPages]
     num_published: int = 0  # blocks
-    may_publish: bool = True  # not without a prefix cache, nor what was filled before its reset
-    # Where layers are recurrent:
-    num_found: int = 0  # blocks that had pages when it was admitted, with states or without
-    num_saved: int = 0  # blocks before its own last snapshot of the prompt
-    num_decoded: int = 0  # and of the answer
+    may_publish: bool = True  # false without a prefix cache, or if filled before its reset
+    # For recurrent layers:
+    num_found: int = 0  # blocks in the prefix cache at admission, with or without a snapshot
+    num_saved: int = 0  # blocks before its last snapshot of the prompt
+    num_decoded: int = 0  # blocks before its last snapshot of the answer
 
     def wanted(
         self, groups: SequenceOf[CacheGroup], hashes: list[bytes], end: int
     ) -> tuple[list[OfGroup], list[bytes], int]:
-        """By group the names of the blocks before `end` that are published, by their `hashes`, and
-        the number of all; then all names, and the number of pages. Without a call for each group:
-        before a first prompt's step each counts."""
+        """The arguments of `hold` for all blocks before `end`: per group, the names of published
+        blocks and the number of pages; then all names, and the number of all pages. hashes: of
+        published blocks. It avoids a call per group, as it delays the first token."""
         lists: list[OfGroup] = []
         names: list[bytes] = []
         num_pages = 0
@@ -72,15 +72,15 @@ class BlockTable:
 
 
 def block_names(hashes: list[bytes], group: int) -> list[bytes]:
-    """The names of blocks in a group; in the first group these are the hashes."""
+    """Names of blocks in a group; in the first group they are the hashes."""
     return [block_hash + bytes((group,)) for block_hash in hashes] if group else hashes
 
 
 def hold(
     pool: PagePool, wanted: list[OfGroup], names: list[bytes], num_pages: int
 ) -> tuple[list[list[int]], set[int]]:
-    """Hold what `BlockTable.wanted` lists. Returns the pages by group, and all that are to be
-    filled."""
+    """Hold the pages that `BlockTable.wanted` lists. Returns them per group, and the set of new
+    ones, which must be filled."""
     pages, new = pool.hold(names, num_pages)
     if not wanted[1:]:
         return [pages], new
@@ -93,8 +93,8 @@ def hold(
 
 
 def _release(pool: PagePool, lists: list[tuple[int, list[int]]]) -> None:
-    """Lists of pages, each with its first block: the last blocks first, so that tails are evicted
-    first."""
+    """Release pages, last blocks first, so that the ends of sequences are evicted first. lists:
+    (first block, pages) per group."""
     if len(lists) == 1:
         pool.release(reversed(lists[0][1]))
         return

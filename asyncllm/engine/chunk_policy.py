@@ -1,14 +1,14 @@
-"""How many prompt tokens a step takes, beside running decodes and on an idle device.
+"""Chunked prefill: how many prompt tokens a step takes, with running decodes and without.
 
-Up to the *knee* a step's GEMMs last as long as reading the weights, so its first prompt
-tokens cost its decodes nothing; beyond it every token adds its own time. A chunk of two knees keeps
-the gap between two tokens near two bare steps and is computed at full speed. The knee is measured,
-so the rule holds for every model and GPU; one that is below what GPUs have is not believed. On a
-small model two knees are over in a moment and prompts take many steps, each of which costs the host
-a launch: there the chunk is what LEAST_SECONDS compute, as far as captured sizes reach. Chunk and
-decodes together fill a captured size, the nearest of those that GEMMs compute without a
-remainder: 656 tokens cost nearly what 768 do. `ChunkPolicy.room` has the exceptions.
-Chosen with `scripts/simulate_schedule.py`; docs/log/scheduling.md has the alternatives.
+Up to a number of tokens, the *knee*, a step's GEMMs are bound by reading the weights, so the first
+prompt tokens in a step of decodes are free; beyond it each token adds its own time. A chunk of two
+knees keeps inter-token latency near that of two decode steps and computes at full speed. The knee
+is measured, so the rule fits all models and GPUs; a measurement below what GPUs have is corrected.
+On a small model two knees take so little time that a prompt would need many steps, each with the
+host's cost of a launch: there a chunk is as much as LEAST_SECONDS compute, up to the largest
+captured size. Chunk and decodes together fill the nearest captured size that is a multiple of a
+GEMM's tile: 656 tokens cost nearly as much as 768. `ChunkPolicy.budget` has the exceptions.
+The rule was chosen with `scripts/simulate_schedule.py`; docs/log/scheduling.md has alternatives.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from typing import NamedTuple
 from asyncllm.types import StepCost
 
 CHUNK_KNEES = 2.0
-# A 16-bit weight is two bytes and two operations a token, so a knee is a GPU's FLOP/s by its B/s:
-# by data sheets 153 on an A100, 206 on an H200, 295 on an H100 (where the 8B measured 267).
+# A 16-bit weight is two bytes and takes two operations per token, so the knee is FLOP/s divided by
+# B/s: by data sheets 153 on an A100, 206 on an H200, 295 on an H100 (an 8B model measured 267).
 LEAST_KNEE_TOKENS = 128
-LEAST_SECONDS = 4e-3  # of prompt tokens: so short a gap between two tokens disturbs nobody
-CHUNK_MULTIPLE = 256  # the noise of a measurement should not change the steps
-SLACK = 0.1  # of a CHUNK_MULTIPLE: so little above one is not worth the next
+LEAST_SECONDS = 4e-3  # of prompt tokens: such a short delay between two tokens is unnoticed
+CHUNK_MULTIPLE = 256  # so that measurement noise does not change the steps
+SLACK = 0.1  # share of a CHUNK_MULTIPLE that is rounded down
 DRAIN_STEPS = 128
-BACKLOG_CHUNKS = 8  # that wait, what is left of begun prompts among them
-END_SHARE = 32  # of a chunk, beyond it, for a prompt's last tokens
-TILE_TOKENS = 128  # that GEMMs compute at once
+BACKLOG_CHUNKS = 8  # chunks that wait, remainders of begun prompts included
+END_SHARE = 32  # a prompt's last tokens may exceed the chunk by 1 / END_SHARE
+TILE_TOKENS = 128  # tokens of a GEMM's tile
 
 
-class Room(NamedTuple):
-    """Prompt tokens that a step takes at most."""
+class PrefillBudget(NamedTuple):
+    """The most prompt tokens of a step."""
 
     num_tokens: int
-    to_end: int = 0  # more, of its first prompt, where that ends with them
-    shared: int = sys.maxsize  # of all its prompts, for any but the first
+    to_end: int = 0  # additional tokens for the first prompt, if it ends with them
+    shared: int = sys.maxsize  # the most tokens of a step with several prompts
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPolicy:
-    """`chunk_tokens`: of prompts beside decodes, where little waits. None: no bound.
+    """chunk_tokens: prompt tokens in steps with decodes, without a backlog. None: no limit.
 
-    `step_sizes`: tokens of captured steps that chunks are to fill, ascending.
+    step_sizes: token counts of captured steps that chunks should fill, ascending.
     """
 
     chunk_tokens: int | None
@@ -56,9 +56,9 @@ class ChunkPolicy:
     def choose(
         cls, asked: int | None, cost: StepCost | None, step_sizes: tuple[int, ...] = ()
     ) -> ChunkPolicy:
-        """The user's number exactly, else the device's by measurement, else no bound.
+        """The number that the user asked for, else a measured one, else no limit.
 
-        step_sizes: tokens of all captured steps.
+        step_sizes: token counts of all captured steps.
         """
         step_sizes = tuple(size for size in step_sizes if size % TILE_TOKENS == 0)
         if asked is None and cost is not None:
@@ -67,54 +67,54 @@ class ChunkPolicy:
 
     @classmethod
     def measured(cls, cost: StepCost, step_sizes: tuple[int, ...] = ()) -> ChunkPolicy:
-        """Two knees or LEAST_SECONDS, rounded up to a CHUNK_MULTIPLE: smaller steps are slower."""
+        """Two knees, or LEAST_SECONDS, rounded up to a CHUNK_MULTIPLE."""
         seconds_per_token = min(cost.seconds_per_token, cost.seconds_per_step / LEAST_KNEE_TOKENS)
         num_tokens = CHUNK_KNEES * cost.seconds_per_step / seconds_per_token
-        if step_sizes:  # with room for decodes
+        if step_sizes:  # leaves room for decodes
             most = step_sizes[-1] - CHUNK_MULTIPLE
             num_tokens = max(num_tokens, min(LEAST_SECONDS / seconds_per_token, most))
         return cls(max(1, ceil(num_tokens / CHUNK_MULTIPLE - SLACK)) * CHUNK_MULTIPLE)
 
-    def room(self, num_decodes: int, num_startable: int, begun: list[int]) -> Room:
-        """The prompt tokens that one step takes.
+    def budget(self, num_decodes: int, num_startable: int, begun: list[int]) -> PrefillBudget:
+        """The prompt tokens of one step.
 
-        num_decodes: its tokens of sequences that are being answered. num_startable: prompt tokens
-        that wait and have room. begun: tokens that are left of each prompt that has begun, oldest
-        first.
+        num_decodes: its tokens of decoding sequences. num_startable: waiting prompt tokens that
+        could be admitted. begun: the remaining tokens of each prompt that has begun, oldest first.
         """
         chunk = self.chunk_tokens
         if chunk is None:
-            return Room(sys.maxsize)
+            return PrefillBudget(sys.maxsize)
         num_waiting = num_startable + sum(begun)
-        # Together they are hardly done sooner, and who is answered together comes again together.
+        # Prompts computed together finish hardly sooner, and their next requests arrive together.
         shared = chunk // 2 if num_waiting <= chunk else None
         if num_decodes == 0:
-            return Room(sys.maxsize, shared=shared or chunk)
+            return PrefillBudget(sys.maxsize, shared=shared or chunk)
         num_tokens, to_end = self._beside(num_decodes, chunk, num_startable), 0
         if self.step_sizes:
             if begun and begun[0] > num_tokens and num_waiting >= BACKLOG_CHUNKS * chunk:
-                # Half more: fewer steps read the weights and the contexts of the decodes.
+                # One and a half chunks: fewer steps read the weights and the decodes' KV.
                 size = self._nearest_size(min(chunk + chunk // 2, self.step_sizes[-1]), 0)
                 num_tokens = max(num_tokens, size - num_decodes)
-            # The last few tokens of a prompt take no step because of the decodes alone.
+            # Decodes should not push the last few tokens of a prompt into another step.
             most = min(chunk + chunk // END_SHARE, self.step_sizes[-1])
             to_end = max(0, most - num_decodes - num_tokens)
-        return Room(num_tokens, to_end, shared or sys.maxsize)
+        return PrefillBudget(num_tokens, to_end, shared or sys.maxsize)
 
     def _beside(self, num_decodes: int, chunk: int, num_startable: int) -> int:
-        """A chunk, or a DRAIN_STEPS-th of what could start, as the nearest size has it."""
+        """A chunk, or 1 / DRAIN_STEPS of what could start, rounded to the nearest step size."""
         num_tokens = num_decodes + chunk
         if self.step_sizes and num_tokens > self.step_sizes[-1] >= num_decodes + CHUNK_MULTIPLE:
-            num_tokens = self.step_sizes[-1]  # rather less of the prompts than an eager step
+            num_tokens = self.step_sizes[-1]  # a smaller chunk is better than an eager step
         num_tokens = max(num_tokens, num_decodes + num_startable // DRAIN_STEPS)
         least = min(num_tokens, num_decodes + chunk // 2)
         return max(1, self._nearest_size(num_tokens, least) - num_decodes)
 
     def _nearest_size(self, num_tokens: int, least: int) -> int:
-        """`least`: where few sizes are captured, the nearest may leave prompts next to nothing."""
+        """The captured size nearest to `num_tokens`, not below `least`, so that some prompt tokens
+        fit even if few sizes are captured."""
         place = bisect_left(self.step_sizes, num_tokens)
         if place == len(self.step_sizes):
-            return num_tokens  # not captured, and not padded
+            return num_tokens  # an eager step, without padding
         sizes = self.step_sizes[max(0, place - 1) : place + 1]
         return min(
             (size for size in sizes if size >= least), key=lambda size: abs(size - num_tokens)

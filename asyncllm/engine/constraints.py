@@ -1,11 +1,11 @@
-"""Masks and forced tokens for a step's rows, from their grammars: the engine's jump-forward.
+"""Grammar masks and forced tokens (jump-forward) for a step's rows.
 
     loop     finish N |  ....   | emit N    .............................. | jump_forward, plan ...
     thread            | accept  |   fill   | launch the sampling of N+1 | forced |
     device    ... N+1's forward pass ...       | its sampling
 
-It runs in a thread, and changes nothing but the constraints. A constraint that raises is reported
-with its sequence; its row is sampled freely, for nobody.
+It runs in a thread, and changes nothing but the constraints. If a constraint raises, the error is
+returned with its sequence, and its row is sampled without a mask, to be ignored.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ import numpy as np
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import Sequence, SequenceStatus
 
-# Forced tokens are computed as a prefill, so the step is a mixed one and not a captured decode.
-# That is taken to cost all of its rows a sixth of a step (not measured yet); it saves a row one
-# step for each token but the first, for which it is in flight anyway. A stream alone gains by two.
+# Forced tokens are computed as a prefill, so the step is a mixed one, not a captured decode step.
+# This is assumed to cost a sixth of a step for all rows (not measured yet). It saves its row a step
+# for each token but the first, whose sample is in flight anyway. A single stream gains from two on.
 JUMP_FORWARD_COST = 1 / 6
 
-# What forces a token allows it alone: all words of its mask but one are 0. So many of a row's first
-# words rule out nearly all other rows.
+# A row with a forced token allows only that one: all words of its mask but one are 0. Looking at
+# this many of a row's first words rules out nearly all other rows.
 FIRST_WORDS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Constrained:
-    """`forced`: tokens that follow the known ones of a sequence, to be appended unsampled."""
+    """forced: tokens to append to a sequence without sampling."""
 
     forced: list[tuple[Sequence, list[int]]]
     failures: list[tuple[Sequence, Exception]]
-    seconds: float  # that it took
+    seconds: float  # time that this took
 
 
 def constrain(
@@ -44,11 +44,12 @@ def constrain(
     sample: Callable[[np.ndarray], None],
     filling: Callable[[], object],
 ) -> Constrained:
-    """For a step that is about to be sampled, all tokens before it known; `sample` launches it.
+    """Fill the masks of a step, launch its sampling, and find forced tokens. All tokens before the
+    step are known.
 
-    `buffer` gives int32 [rows or more, ceil(V / 32)], to be overwritten; `sample` gets the places
-    in `plan.sampled` of the rows that its first masks are for, int32 [masked]. `filling` is called
-    when masks begin to be filled, which is where it lets go of the GIL.
+    buffer: returns the mask buffer, int32 [rows or more, ceil(V / 32)]. sample: launches the
+    sampling; it takes the rows of `plan.sampled` that the buffer's first masks are for, int32
+    [masked]. filling: called when masks start to be filled, which releases the GIL.
     """
     start = time.monotonic()
     rows = [
@@ -70,15 +71,15 @@ def constrain(
 def _advance(
     seqs: list[Sequence], bits: np.ndarray, filling: Callable[[], object]
 ) -> list[tuple[Sequence, Exception]]:
-    """Each takes its tokens, and its mask goes into its row. What cannot be filled allows all."""
+    """Advance each constraint by its tokens, and fill its mask. A row with an error allows all."""
     constraints = [seq.constraint for seq in seqs if seq.constraint is not None]
-    kind = constraints[0]  # there is one class of them
+    kind = constraints[0]  # all are of one class
     accept_errors = kind.accept_many(constraints, [_take_unaccepted(seq) for seq in seqs])
     filling()
     fill_errors = kind.fill_many(constraints, bits)
     failures: list[tuple[Sequence, Exception]] = []
     for i, seq in enumerate(seqs):
-        if error := accept_errors[i] or fill_errors[i]:  # its own grammar: it ends its own request
+        if error := accept_errors[i] or fill_errors[i]:  # ends this request only
             bits[i].fill(-1)
             failures.append((seq, error))
     return failures
@@ -93,7 +94,7 @@ def _take_unaccepted(seq: Sequence) -> list[int]:
 def _forced_tokens(
     seqs: list[Sequence], bits: np.ndarray, num_rows: int
 ) -> tuple[list[tuple[Sequence, list[int]]], list[tuple[Sequence, Exception]]]:
-    """Forced tokens, none where all save less than a mixed step costs; and what was raised."""
+    """Forced tokens, unless they save less than a mixed step costs; and errors."""
     found: list[tuple[Sequence, list[int]]] = []
     failures: list[tuple[Sequence, Exception]] = []
     for seq in (seqs[i] for i in _single_words(bits)):
@@ -102,7 +103,7 @@ def _forced_tokens(
             try:
                 num_left = seq.request.max_tokens - seq.num_output_tokens
                 forced = seq.constraint.forced_tokens()[:num_left]
-            except Exception as error:  # as in `constrain`; its sampling is launched, for nobody
+            except Exception as error:  # its sample, already launched, is ignored
                 failures.append((seq, error))
                 continue
             if len(forced) > 1:
@@ -112,13 +113,13 @@ def _forced_tokens(
 
 
 def _single_words(bits: np.ndarray) -> list[int]:
-    """Rows with one word that is not 0: who has one token to come is among them."""
+    """Rows with one nonzero word; rows with a forced token are among them."""
     few = np.flatnonzero(np.count_nonzero(bits[:, :FIRST_WORDS], axis=1) <= 1)
     return [row for row in few.tolist() if np.count_nonzero(bits[row] != 0) == 1]
 
 
 def may_jump_forward(seq: Sequence) -> bool:
-    """Not whose logits somebody wants to see, or to change, at each position."""
+    """Whether no logprobs or logits processors need the logits of each position."""
     params = seq.request.sampling_params
     wants_logprobs = params.num_logprobs is not None or params.prompt_logprobs is not None
     processed = params.logits_processors or seq.request.batch_processors

@@ -1,7 +1,7 @@
-"""The interface of a started engine, as `AsyncLLMEngine` uses it, wherever the engine runs.
+"""The interface of a started engine, as `AsyncLLMEngine` uses it.
 
-`EngineCore` is one in this process, `RemoteCore` one in a process of its own, `EngineGroup` several
-of either. All of it is the loop's.
+`EngineCore` runs in this process, `RemoteCore` stands for an engine in another process, and
+`EngineGroup` for several of either. All methods must be called on the event loop.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ RESTART_WINDOW_SECONDS = 600.0
 
 
 class Restarts:
-    """Starts in place of what was lost. More than MAX_RESTARTS in RESTART_WINDOW_SECONDS say that
-    another one does not help."""
+    """Limits restarts after a loss to MAX_RESTARTS in RESTART_WINDOW_SECONDS."""
 
     def __init__(self) -> None:
         self._starts: deque[float] = deque()
 
     def may_start(self) -> bool:
-        """Whether another one is within the limit; it is counted."""
+        """Count a restart. Whether it is within the limit."""
         now = time.monotonic()
         while self._starts and self._starts[0] < now - RESTART_WINDOW_SECONDS:
             self._starts.popleft()
@@ -41,7 +40,7 @@ class Restarts:
 
 
 class Replica(Protocol):
-    """One engine, as observers read it."""
+    """One engine, as metrics and snapshots read it."""
 
     recorder: Recorder
 
@@ -57,12 +56,12 @@ class Replica(Protocol):
     def health(self) -> str | None: ...
 
     def ranks(self) -> Sequence[RankStats]:
-        """From rank 0 on."""
+        """Stats of all ranks, rank 0 first."""
         ...
 
 
 class Adapters(Protocol):
-    """LoRA adapters by name: see `AdapterManager`."""
+    """LoRA adapters by name. See `AdapterManager`."""
 
     async def add(self, request: LoRARequest, *, reload: bool = False) -> None: ...
 
@@ -83,7 +82,7 @@ class Adapters(Protocol):
 
 
 class Core(Protocol):
-    """A started engine. `failed` has a result once it has failed for good: why."""
+    """A started engine. `failed` resolves, with the reason, when it has failed for good."""
 
     input_processor: InputProcessor
     failed: asyncio.Future[str]
@@ -94,7 +93,7 @@ class Core(Protocol):
 
     @property
     def lora(self) -> Adapters:
-        """Raises `InvalidRequestError` where the engine serves no adapters."""
+        """Raises `InvalidRequestError` if the engine serves no adapters."""
         ...
 
     @property

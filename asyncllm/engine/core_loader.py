@@ -1,4 +1,4 @@
-"""How an engine starts: a worker and a tokenizer, side by side in threads, and a core over both."""
+"""Starts an engine: loads worker and tokenizer in parallel threads, then makes the core."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from asyncllm.worker.worker import Worker
 
 
 class CoreLoader:
-    """Starts a worker and a tokenizer, side by side in threads, and the core over both.
+    """Loads a worker and a tokenizer in parallel threads, and makes the core of them.
 
-    Imports and tokenizers both keep the GIL, and the worker takes longer: the tokenizer waits for
-    its imports, and loads while it waits for the device, the disk and compilers.
+    Imports and tokenizers both hold the GIL, and the worker takes longer. So the tokenizer loads
+    after the worker's imports, while the worker waits for the device, the disk and compilers.
 
-    A model cannot be stopped while it loads. Where the caller is cancelled, the thread goes on to
-    the end and then closes the worker itself, so that its threads and its device memory are given
-    back even if the loop has ended by then. One load at a time; the caller sees to that.
+    Loading a model cannot be interrupted. If the caller is cancelled, the thread continues and then
+    closes the worker, so that its threads and device memory are freed even if the loop has ended.
+    The caller must not start two loads at a time.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class CoreLoader:
         self._config = config
         self._recorder = recorder
         self._stat_loggers = stat_loggers
-        self._thread: ThreadPoolExecutor | None = None  # of the last worker
-        self._is_cancelled = threading.Event()  # that worker's load
+        self._thread: ThreadPoolExecutor | None = None  # loads the last worker
+        self._is_cancelled = threading.Event()  # of that load
 
     async def load(self, *, progress: bool) -> EngineCore:
         """Raises `ValueError` or `ModelLoadError` for what cannot run."""
@@ -56,7 +56,7 @@ class CoreLoader:
             raise
         try:
             inputs = InputProcessor(config, await text, worker.memory.max_model_len)
-            # Ranks that others have started do not come back by our doing.
+            # Only ranks that we have started can be restarted.
             is_ours = config.cluster.nnodes == 1 and config.cluster.backend == "mp"
             reload = self._reload if worker.group is not None and is_ours else None
             return EngineCore(config, worker, inputs, self._recorder, self._stat_loggers, reload)
@@ -65,24 +65,22 @@ class CoreLoader:
             raise
 
     async def _reload(self) -> Worker:
-        """In place of one that has lost a rank."""
+        """Load another worker after a rank was lost."""
         return await self._load_worker(False, Future())
 
     async def join(self) -> None:
-        """Until no thread is left, nor a worker that nobody waited for."""
+        """Wait until the loading thread has ended, and a cancelled load is closed."""
         if self._thread is not None:
             await in_own_thread(self._thread.shutdown)
             self._thread = None
 
     async def _load_worker(self, progress: bool, imported: Future[None]) -> Worker:
-        await self.join()  # the memory need not hold two
+        await self.join()  # two workers may not fit in memory
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-load")
-        told, self._is_cancelled = partial(_tell, imported), threading.Event()
-        make = partial(
-            _start_worker, self._config, self._is_cancelled.is_set, progress=progress, imported=told
-        )
-        loading = self._thread.submit(make)
-        self._thread.shutdown(wait=False)  # it ends with this load
+        on_imported, self._is_cancelled = partial(_resolve, imported), threading.Event()
+        start = partial(_start_worker, self._config, self._is_cancelled.is_set)
+        loading = self._thread.submit(start, progress=progress, imported=on_imported)
+        self._thread.shutdown(wait=False)  # ends after this load
         try:
             return await asyncio.wrap_future(loading)
         except BaseException:
@@ -98,10 +96,10 @@ def _start_worker(
     progress: bool,
     imported: Callable[[], object],
 ) -> Worker:
-    """Rank 0's worker, and where ranks share the model their processes. Raises as `Worker`."""
+    """Start rank 0's worker, and the processes of other ranks, if any. Raises as `Worker`."""
     if config.mesh.size == 1:
         return Worker(config, progress=progress, imported=imported)
-    config, _ = settle(config)  # what no rank can do is said before there are processes
+    config, _ = settle(config)  # refuses an unsupported model before it starts processes
     group = WorkerGroup(config, is_cancelled)
     try:
         return Worker(
@@ -115,7 +113,7 @@ def _start_worker(
         raise
 
 
-def _tell(imported: Future[None]) -> None:
+def _resolve(imported: Future[None]) -> None:
     with suppress(InvalidStateError):  # the load was cancelled
         imported.set_result(None)
 

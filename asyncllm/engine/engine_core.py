@@ -1,11 +1,11 @@
-"""A started engine: its parts, the task that runs the steps, and what may be asked of it.
+"""A started engine: its parts, the task that runs its steps, and recovery from failures.
 
     AsyncLLMEngine -> InputProcessor -> Scheduler -> Worker -> Scheduler -> OutputProcessor -> sink
 
-Who is live, and how each request ends, is in `LiveRequests`. A step that fails ends the requests
-that had begun, each with an error, and the engine goes on; if the device is lost with it, the
-engine is dead and says so. With a rank all of the ranks' worker is lost: all requests end with an
-error, and another worker is started, a few times; until it is there the engine refuses requests.
+`LiveRequests` knows which requests are live and how each ends. If a step fails, the requests that
+had begun end with an error and the engine goes on, unless the device is lost: then the engine is
+dead. If a rank is lost, all requests end with an error and a new worker with all ranks is started,
+a limited number of times. Meanwhile the engine refuses requests.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ logger = logging.getLogger("asyncllm")
 
 
 class EngineCore:
-    """Made on the loop that it runs on."""
+    """Must be created on the event loop that it runs on."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class EngineCore:
         stat_loggers: list[StatLogger],
         reload: Callable[[], Awaitable[Worker]] | None = None,
     ) -> None:
-        """reload: makes a worker in place of one that has lost a rank; None: there is no rank."""
+        """reload: starts another worker after a rank was lost; None: that is not possible."""
         self.worker, self.work = worker, worker.work
         self.input_processor = input_processor
         self.recorder = recorder
@@ -90,10 +90,10 @@ class EngineCore:
             stat_loggers,
             later=[input_processor.grammars.prepare] * 2,
         )
-        self.dead: str | None = None  # or for now without a worker
-        self.changed: Callable[[bool], object] = lambda is_up: None  # whether it serves
+        self.dead: str | None = None  # why no request is served, for good or until a restart
+        self.changed: Callable[[bool], object] = lambda is_up: None  # called at a restart
         self._reload, self._restarts = reload, Restarts()
-        self._closing: asyncio.Task[None] | None = None  # of the worker
+        self._closing: asyncio.Task[None] | None = None  # closes the worker
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run(), name="asyncllm engine")
         self._watch_ranks()
@@ -101,8 +101,8 @@ class EngineCore:
     # --- requests ----------------------------------------------------------------------------
 
     async def submit(self, given: Submission) -> None:
-        """Validate, tokenise and queue a request, unless it was aborted meanwhile; a refused one
-        owns nothing. Raises `InvalidRequestError`, `QueueFullError`, `EngineDeadError`."""
+        """Validate, tokenise and queue a request, unless it is aborted meanwhile. A refused request
+        holds nothing. Raises `InvalidRequestError`, `QueueFullError`, `EngineDeadError`."""
         request_id = given.arrival.request_id
         self._check_open(request_id)
         request = await self.input_processor.process(
@@ -119,10 +119,10 @@ class EngineCore:
             request.use_adapter(adapter.slot, adapter.content)
             receive = self.lora.releasing(adapter, given.sink)
         try:
-            if not given.arrival.is_aborted:  # and what may have changed while this was prepared
-                self._check_open(request_id, len(request.prompt_token_ids))
+            if not given.arrival.is_aborted:
+                self._check_open(request_id, len(request.prompt_token_ids))  # may have changed
                 self.add(request, receive, given.text_sink)
-                adapter = None  # it is released when the request ends
+                adapter = None  # the request's end releases it
         finally:
             if adapter is not None:
                 self.lora.release(adapter)
@@ -134,7 +134,7 @@ class EngineCore:
         self.live.check_room(request_id, num_tokens)
 
     def add(self, request: Request, sink: Sink, text_sink: TextSink | None) -> None:
-        """Raises `InvalidRequestError`, also for the id of one that is live."""
+        """Raises `InvalidRequestError`, also if a request with this id is live."""
         params = request.sampling_params
         if self._config.logits_processors:
             request.batch_processors = self.worker.processors.needed_by(params)
@@ -155,10 +155,10 @@ class EngineCore:
     async def _acquire_adapter(
         self, request: Request, wanted: LoRARequest, *, adds: bool
     ) -> Adapter:
-        """In a slot of the model, until it is released. adds: it need not be known.
+        """Load an adapter into a device slot, until it is released. adds: register it if unknown.
 
-        A request that waits for a slot counts and expires as one that waits for its first step.
-        Raises `InvalidRequestError`, `QueueFullError`.
+        A request that waits for a slot is counted, and times out, as if it waited for its first
+        step. Raises `InvalidRequestError`, `QueueFullError`.
         """
         limit = self._config.max_queue_seconds
         try:
@@ -184,8 +184,8 @@ class EngineCore:
 
     @property
     def startup(self) -> dict[str, Any]:
-        """The settings that the start found, and its phases in seconds. Raises `EngineDeadError`
-        where there is no worker for now."""
+        """The settings that the start chose, and the seconds of its phases. Raises
+        `EngineDeadError` during a restart."""
         if self._closing is not None:
             raise EngineDeadError(str(self.dead))
         config, worker = self._config, self.worker
@@ -206,7 +206,7 @@ class EngineCore:
         }
 
     def health(self) -> str | None:
-        """None when requests are served, else why not."""
+        """None if requests are served, else the reason why not."""
         return self.dead or self.watchdog.stalled
 
     def stats(self) -> SchedulerStats:
@@ -217,11 +217,11 @@ class EngineCore:
         return [RankStats(0), *(() if group is None else group.stats())]
 
     def picture(self, pages_per_cell: int) -> str:
-        """The pages, a letter for so many: see `Pages`."""
+        """The state of the pages, as letters: see `snapshot.Pages`."""
         return self.live.scheduler.blocks.device.picture(pages_per_cell)
 
     def observe(self) -> None:
-        """Let the recorder know of every answer that has been given."""
+        """Record the steps whose output is already with clients."""
         self.steps.observe()
 
     @property
@@ -253,10 +253,10 @@ class EngineCore:
                 await self._recover(error)
 
     async def _recover(self, error: Exception) -> None:
-        """End the requests that the step may have hurt; go on if the device answers, else be dead.
+        """End the requests that a failed step affects. Go on if the device responds, else die.
 
-        Those that still wait for their first step are kept, unless it was planning that failed: the
-        first of them may be the reason.
+        Requests that wait for their first step are kept, unless planning failed: then one of them
+        may be the cause.
         """
         self.steps.reset()
         self.live.restart(
@@ -267,7 +267,7 @@ class EngineCore:
         self.steps.record(None)
         try:
             await in_own_thread(self.worker.drain)
-        except RankLostError as lost:  # the group's own word of it may still be on its way
+        except RankLostError as lost:  # the group's own notice may come later
             self._lose_rank(str(lost))
         except Exception as lost:
             self._die(f"the device is lost: {lost}")
@@ -279,15 +279,20 @@ class EngineCore:
             self.live.fail_all(reason)
             self.failed.set_result(reason)
 
-    # --- ranks that are lost -----------------------------------------------------------------
+    # --- lost ranks --------------------------------------------------------------------------
 
     def _watch_ranks(self) -> None:
-        if (group := self.worker.group) is not None:
-            loop = asyncio.get_running_loop()
-            group.on_failure(lambda why: loop.call_soon_threadsafe(self._lose_rank, why))
+        group, loop = self.worker.group, asyncio.get_running_loop()
+
+        def lose(reason: str) -> None:
+            if group is self.worker.group:  # else it is replaced already, after a failed step
+                self._lose_rank(reason)
+
+        if group is not None:
+            group.on_failure(lambda why: loop.call_soon_threadsafe(lose, why))
 
     def _lose_rank(self, reason: str) -> None:
-        """The rank's part of every page is gone. No step may wait for it any more."""
+        """A rank is lost, and with it its shard of all pages: end all requests, then restart."""
         if self.dead is not None:
             return
         self._task.cancel()
@@ -305,7 +310,7 @@ class EngineCore:
     ) -> None:
         try:
             await asyncio.wait([steps])
-            if self.adapters is not None:  # who waits for one hears of it
+            if self.adapters is not None:  # fails the requests that wait for a slot
                 await self.adapters.close()
             await asyncio.shield(self._close_worker())
             await self._adopt(await reload())
@@ -319,8 +324,8 @@ class EngineCore:
         await self._run()
 
     async def _adopt(self, worker: Worker) -> None:
-        """Serve by another worker, whose pages are empty, with the adapters that there were.
-        Raises `ValueError` where it holds less than clients have been told."""
+        """Switch to a new worker, with empty pages, and load the same adapters. Raises `ValueError`
+        if its context window is smaller than the one that clients know."""
         self.worker = self.steps.worker = worker
         self.work, self._closing = worker.work, None
         if worker.memory.max_model_len < self.input_processor.max_model_len:
@@ -335,7 +340,7 @@ class EngineCore:
         self._watch_ranks()
 
     def _close_worker(self) -> asyncio.Task[None]:
-        """Once, whoever asks for it."""
+        """The task that closes the worker; later calls return the same task."""
         if self._closing is None:
             self._closing = asyncio.create_task(in_own_thread(self.worker.close))
         return self._closing

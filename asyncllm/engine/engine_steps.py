@@ -1,8 +1,8 @@
-"""The verbs of a step on the real parts: scheduler, worker, live requests, clients, observers.
+"""The methods of a step (`pipeline.Steps`), implemented by scheduler, worker and live requests.
 
-`pipeline` says when each is called, and the clock here how long it took. Observers (metrics,
-loggers) hear of a step a turn of the loop after its clients. It does not know how requests come in,
-nor what becomes of a step that fails: that is `EngineCore`'s.
+`pipeline` decides when each is called; the clock here measures how long it takes. Observers
+(metrics, loggers) get a step's record one iteration of the event loop after clients get its tokens.
+How requests arrive, and what happens after a failed step, is up to `EngineCore`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from functools import partial
 from asyncllm.engine.constraints import constrain
 from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.engine.non_finite import end_without_token
-from asyncllm.engine.pipeline import Launched
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.stats import StatLogger, StepRecord
 from asyncllm.engine.step_clock import LoopLag, StepClock
 from asyncllm.engine.watchdog import Watchdog
 from asyncllm.host import in_own_thread
 from asyncllm.step_plan import StepPlan
-from asyncllm.types import StepResult
+from asyncllm.types import LaunchedStep, StepResult
 from asyncllm.worker.executor import HostStep
 from asyncllm.worker.packed_step import NO_ROWS
 from asyncllm.worker.ranks.messages import CaptureGraph
@@ -33,16 +32,16 @@ from asyncllm.worker.worker import Worker
 
 logger = logging.getLogger("asyncllm")
 
-QUIET_SECONDS = 0.25  # without a request, before graphs are captured
-PAUSE_SECONDS = 0.01  # between two captures: HTTP gets its turn
-LONG_QUIET_SECONDS = 2.0  # before what holds the loop for half a second
-TIMER_SECONDS = 1e-3  # that timers count in: what is less is waited for in turns of the loop
+QUIET_SECONDS = 0.25  # idle time before the remaining graphs are captured
+PAUSE_SECONDS = 0.01  # between two captures, so that HTTP is served
+LONG_QUIET_SECONDS = 2.0  # idle time before work that blocks the loop for half a second
+TIMER_SECONDS = 1e-3  # resolution of the loop's timers; shorter waits poll
 
 
 class EngineSteps:
-    """Implements `pipeline.Steps`. Made on the loop that it runs on.
+    """Must be created on the event loop that it runs on.
 
-    `later`: work that no start waits for, after the graphs, each part for seconds of quiet.
+    later: blocking jobs for idle times after the start, run one by one after the graph captures.
     """
 
     def __init__(
@@ -64,33 +63,35 @@ class EngineSteps:
         self._lag = LoopLag(recorder.loop_lag.observe)
         self.clock = StepClock()
         self._plan_started = 0.0
-        self.is_planning = False  # left true by a plan that raised
-        self._pending_emit: StepPlan | None = None  # finished, and not emitted
-        self._pending_observe: deque[StepPlan] = deque()  # emitted, and not observed
+        self.is_planning = False  # stays true if `plan` raises
+        self._pending_emit: StepPlan | None = None  # a finished step that is not emitted yet
+        self._pending_observe: deque[StepPlan] = deque()  # emitted steps, not observed yet
         self._work = asyncio.Event()
         self._constrain_thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-constrain")
 
     def wake(self) -> None:
-        """A request is there: who idles plans."""
+        """End `idle`: there is a request."""
         self._work.set()
 
     def reset(self) -> None:
-        """Forget the steps under way, which failed. What was emitted is observed."""
+        """Forget all steps in flight, after a failure. Emitted steps are observed first."""
         self.observe()
         self.clock.reset()
         self._pending_emit = None
 
     async def close(self) -> None:
-        """No step runs any more."""
+        """To be called when no step runs any more."""
         self._lag.close()
         await in_own_thread(self._constrain_thread.shutdown)
 
-    # --- the verbs -----------------------------------------------------------------------------
+    # --- `pipeline.Steps` ----------------------------------------------------------------------
 
     async def wait_to_plan(self) -> None:
-        """Let requests that arrive now be in the next plan, as long as the device is busy.
+        """Delay planning while the device is busy, so that requests that arrive now are in the
+        plan.
 
-        Turns of the loop would keep the GIL from steps that need it: there it is rather too early.
+        On the CPU it stops a timer tick early instead of polling, which would take the GIL from the
+        thread that runs the step.
         """
         now = time.monotonic()
         until = now + self.clock.seconds_to_plan(now)
@@ -109,20 +110,19 @@ class EngineSteps:
         self._host_seconds["plan"] += time.monotonic() - start
         return plan
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         start = time.monotonic()
         launched = self.worker.launch(plan)
         now = time.monotonic()
         self.clock.launched(launched, now - self._plan_started)
         self._host_seconds["launch"] += now - start
-        self._live.scheduler.publish_planned()  # now that the device is at work
+        self._live.scheduler.publish_planned()  # while the device is busy
         return launched
 
-    async def constrain(self, plan: StepPlan, launched: Launched) -> None:
-        """Let grammars and processors speak, off the loop, and launch the sampling with it.
+    async def constrain(self, plan: StepPlan, launched: LaunchedStep) -> None:
+        """Fill grammar masks in a thread, and launch the sampling with them.
 
-        Clients get their tokens while masks are filled, which needs no GIL: neither waits for the
-        other.
+        Clients get the last step's tokens meanwhile: filling masks does not hold the GIL.
         """
         assert isinstance(launched, HostStep)
         loop, filling = asyncio.get_running_loop(), asyncio.Event()
@@ -133,7 +133,7 @@ class EngineSteps:
         work = loop.run_in_executor(
             self._constrain_thread, partial(constrain, plan, masks, launched.sample, begun)
         )
-        work.add_done_callback(lambda _: filling.set())  # also where it raised before
+        work.add_done_callback(lambda _: filling.set())  # also if it raises before
         await filling.wait()
         try:
             self.emit()
@@ -146,7 +146,7 @@ class EngineSteps:
         self._host_seconds["finish"] += time.monotonic() - start
         self._host_seconds["constrain"] += constrained.seconds
 
-    async def end(self, plan: StepPlan, launched: Launched) -> None:
+    async def end(self, plan: StepPlan, launched: LaunchedStep) -> None:
         if plan.needs_host:
             await self.constrain(plan, launched)
         elif isinstance(launched, HostStep):
@@ -163,9 +163,10 @@ class EngineSteps:
         self._host_seconds["finish"] += time.monotonic() - start
 
     def emit(self) -> None:
-        """Give clients the tokens of the step that was finished, if they have not got them yet.
+        """Send the finished step's output to clients, unless that is done already.
 
-        Observers hear of it in the loop's next turn: first come the bytes that clients wait for.
+        Observers get its record in the loop's next iteration, after the bytes that clients wait
+        for.
         """
         start = time.monotonic()
         self._live.emit()
@@ -176,7 +177,7 @@ class EngineSteps:
         self._host_seconds["finish"] += time.monotonic() - start
 
     def observe(self) -> None:
-        """Record now the steps that would be recorded in the loop's next turn."""
+        """Record emitted steps now instead of in the loop's next iteration."""
         if not self._pending_observe:
             return
         start = time.monotonic()
@@ -186,16 +187,16 @@ class EngineSteps:
         self._host_seconds["finish"] += time.monotonic() - start
 
     def _timed(self, plan: StepPlan) -> StepRecord | None:
-        """None where its times cannot be read: if the device is lost, the next step will say so."""
+        """None if its times cannot be read. If the device is lost, the next step raises."""
         try:
             return self.clock.finished(plan)
-        # What only watches must end no request, nor reach who asks for a snapshot.
+        # A failed measurement must neither end a request nor fail a snapshot.
         except Exception:
             logger.exception("the times of step %d cannot be read", plan.step_id)
             return None
 
     def record(self, step: StepRecord | None) -> None:
-        """Give the observers what came since the last time."""
+        """Pass all stats since the last call to the observers."""
         iteration = self._live.outputs.take_iteration_stats()
         iteration.step = step
         stats = self._live.scheduler.stats()
@@ -203,19 +204,19 @@ class EngineSteps:
         for stat_logger in list(self._stat_loggers):
             try:
                 stat_logger.record(stats, iteration)
-            except Exception:  # it only watches: no request may end for it
+            except Exception:  # an observer must not end requests
                 logger.exception("%r failed, and gets no more records", stat_logger)
                 self._stat_loggers.remove(stat_logger)
 
     async def idle(self) -> None:
-        """Until a request arrives. While none does, what was left for later."""
+        """Wait for a request; meanwhile do the work that the start left for later."""
         self._work.clear()
         self.clock.idle()
         if not self._live.scheduler.waiting and await self._stays_quiet():
             await self._work.wait()
 
     async def _stays_quiet(self) -> bool:
-        """Until nothing is left for later; false if a request arrives before."""
+        """Do the deferred work. False as soon as a request arrives."""
         patience = QUIET_SECONDS
         while self.worker.num_pending_graphs:
             if not await self._is_quiet_for(patience):

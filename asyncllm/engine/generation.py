@@ -1,8 +1,7 @@
-"""`Generation`, the result of `generate()`: awaited for the end or iterated until there, because an
-application wants either.
+"""`Generation`, the result of `generate()`: await it for the final output, or iterate all outputs.
 
-It aborts its request when it is dropped: leaving an `async for` early, or losing the last
-reference, frees its pages within a step.
+It aborts its request when it is dropped: if an `async for` is left early, or the last reference is
+gone, the request's pages are freed within a step.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from asyncllm.sampling_params import RequestOutputKind
 
 
 class _Mailbox:
-    """Where the engine leaves a request's outputs. Apart from `Generation`, which the engine must
-    not hold: its end is how we learn that nobody wants the outputs any more."""
+    """Holds a request's outputs until they are read. The engine refers to this, not to the
+    `Generation`, which is collected when the application drops it."""
 
     def __init__(self, kind: RequestOutputKind) -> None:
         self.kind = kind
@@ -32,26 +31,26 @@ class _Mailbox:
         self._collector = OutputCollector()
 
     def receive(self, delta: RequestOutput) -> None:
-        """The sink: called by the engine on the loop, once per step that brings some."""
+        """The request's sink, which the engine calls on the loop, at most once per step."""
         self.finished = delta.finished
         if self.kind is RequestOutputKind.DELTA:
             self.ready.append(delta)
         else:
             self._collector.add(delta)
             if delta.finished or self.kind is RequestOutputKind.CUMULATIVE:
-                self.ready.clear()  # a slow reader needs only the newest
+                self.ready.clear()  # a slow reader needs the newest only
                 self.ready.append(self._collector.output)
-        if self.ready or self.finished:  # FINAL_ONLY: its reader sleeps to the end
+        if self.ready or self.finished:  # with FINAL_ONLY the reader sleeps until the end
             self.arrived.set()
 
 
 class Generation:
-    """One request's outputs. The request is submitted when first awaited or iterated.
+    """One request's outputs. The request is submitted when this is first awaited or iterated.
 
-    Awaiting gives the final `RequestOutput`, with everything in it. Iterating gives an output per
-    step, cumulative, deltas or only the last by the request's `output_kind`.
-    Raises what submitting raises, and where the request fails later: `InvalidRequestError` if its
-    grammar led nowhere, `QueueFullError` if it waited too long, else `RequestFailedError`.
+    Awaiting returns the final, complete `RequestOutput`. Iterating yields an output per step:
+    cumulative, a delta, or only the last one, by the request's `output_kind`.
+    Raises what submitting raises. If the request fails later: `InvalidRequestError` if its grammar
+    allows no token, `QueueFullError` if it waited too long, else `RequestFailedError`.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class Generation:
             self._abort()
 
     async def _final(self) -> RequestOutput:
-        """A second time, or after a loop, too: the outputs that end one hold everything."""
+        """Also works a second time, or after iterating: the last output is complete."""
         if self._mailbox is None:
             self._kind = RequestOutputKind.FINAL_ONLY
         elif self._kind is RequestOutputKind.DELTA:
@@ -108,18 +107,18 @@ class Generation:
         return self._last
 
     async def _or_abort(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Await; cancelled or refused, leave nothing running."""
+        """Await `work`. If it is cancelled or raises, abort the request."""
         try:
             await work
         except BaseException:
             if self._is_queued:
                 self._abort()
             if self._mailbox is not None:
-                self._mailbox.finished = True  # refused, it hears nothing more
+                self._mailbox.finished = True  # no output will come
             raise
 
     def __del__(self) -> None:
-        """A collection may happen in any thread; the engine is for the loop's alone."""
+        """It may run in any thread, so the abort is scheduled on the loop."""
         if self._is_queued and self._mailbox is not None and not self._mailbox.finished:
-            with suppress(RuntimeError):  # the loop is closed: nothing runs any more
+            with suppress(RuntimeError):  # the loop is closed
                 self._mailbox.loop.call_soon_threadsafe(self._abort)

@@ -1,9 +1,9 @@
-"""From what a client sent to a `Request` that the scheduler can take: encode, check, count.
+"""Makes a `Request` for the scheduler from a client's prompt and parameters.
 
-The one validator of everything that depends on the model; `SamplingParams` has checked the rest.
-What it refuses, it refuses before anything is queued, as an `InvalidRequestError` naming the
-parameter. Invariant of what comes out: prompt + max_tokens fits the window and the KV cache, and
-every token id in it is one of the model's.
+It validates all that depends on the model; `SamplingParams` has checked the rest. An invalid
+request raises an `InvalidRequestError` naming the parameter, before anything is queued. Invariant
+of a `Request`: prompt + max_tokens fits the context window, and all token ids are in the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from asyncllm.types import Request, Sequence
 
 MAX_CACHE_SALT_CHARS = 1024
 MAX_TOKENIZER_THREADS = 2
-MAX_KNOWN_PARAMS = 64  # of the last requests: most clients send the same again and again
+MAX_KNOWN_PARAMS = 64  # sampling parameters to cache: most clients send the same ones again
 
 
 class InputProcessor:
-    """Makes requests. `tokenizer` may be None: then prompts are token ids, and there is no text."""
+    """Makes requests. Without a `tokenizer` prompts are token ids and outputs have no text."""
 
     def __init__(
         self, config: EngineConfig, tokenizer: Tokenizer | None, max_model_len: int
@@ -61,21 +61,21 @@ class InputProcessor:
             lambda: Vocabulary(tokenizer, config.model.vocab_size, self._eos_token_ids)
         )
         self._reasoning = reasoning_tokens(config, tokenizer)
-        self.seq_ids = itertools.count(1)  # by age: the order of service
-        # Of several engines each draws others.
+        self.seq_ids = itertools.count(1)  # ascending by age, for the scheduling order
+        # Data-parallel engines draw different seeds.
         self._seeds = random.Random(config.seed + (config.data_parallel_rank << 64))
         self._threads: ThreadPoolExecutor | None = None
 
     def default_params(self, overrides: dict[str, Any]) -> SamplingParams:
-        """`SamplingParams` of what a request sets; the model's defaults fill what it omits.
+        """`SamplingParams` with a request's values, and the model's defaults for the others.
 
-        A None means omitted, except for max_tokens, where it means the rest of the window (or the
-        model's own default, if it has one). Those who set the same share one: change none of it.
+        None stands for the default. Without a default, max_tokens None means the rest of the
+        context window. The result is cached and shared: do not change it.
         Raises `InvalidRequestError`.
         """
         try:
             return self._known_params(**overrides)
-        except TypeError:  # a list or a dict among them has no hash
+        except TypeError:  # a list or a dict cannot be hashed
             return self._make_params(**overrides)
 
     def _make_params(self, **overrides: Any) -> SamplingParams:
@@ -86,7 +86,7 @@ class InputProcessor:
         return self.with_counts(SamplingParams(**values))
 
     def with_counts(self, params: SamplingParams) -> SamplingParams:
-        """With the number of log-probabilities that -1, the whole vocabulary, stands for."""
+        """The parameters with -1 logprobs replaced by the size of the vocabulary."""
         names = ("logprobs", "prompt_logprobs")
         whole: dict[str, Any] = {n: self._vocab_size for n in names if getattr(params, n) == -1}
         return replace(params, **whole) if whole else params
@@ -102,7 +102,7 @@ class InputProcessor:
     ) -> Request:
         """The request with its `n` sequences. Raises `InvalidRequestError`.
 
-        Large texts and grammars are for threads: the libraries drop the GIL.
+        Large texts and grammars are processed in threads, as the libraries release the GIL.
         """
         parsed = parse_prompt(prompt)
         if params.logprobs == -1 or params.prompt_logprobs == -1:
@@ -137,7 +137,7 @@ class InputProcessor:
         return request
 
     def close(self) -> None:
-        """End the encoding threads, if there are any. Idempotent."""
+        """End the tokenizer threads. Idempotent."""
         threads, self._threads = self._threads, None
         if threads is not None:
             threads.shutdown(wait=True, cancel_futures=True)
@@ -147,7 +147,7 @@ class InputProcessor:
     async def encode(
         self, parsed: ParsedPrompt, params: SamplingParams
     ) -> tuple[str | None, list[int], tuple[tuple[int, ...], ...]]:
-        """The prompt's text and its ids, and the ids of each of the `bad_words`.
+        """The prompt's text and token ids, and the token ids of each of the `bad_words`.
 
         Raises `InvalidRequestError`.
         """
@@ -188,10 +188,10 @@ class InputProcessor:
             seq.forcer = forcer.next_token
 
     def _cache_key(self, salt: str | None, num_prompt: int) -> bytes:
-        """The key that requests must have in common, beside tokens, to share KV; b"" for most.
+        """The key that requests must share, besides tokens, to share KV; b"" for most.
 
-        With dynamic RoPE the KV of a prompt longer than the window depends on its whole length,
-        with longrope on that it is longer.
+        Beyond the original context window, KV depends on the prompt's length with dynamic RoPE, and
+        on the fact that it is longer with longrope.
         """
         if salt is not None and not 0 < len(salt) <= MAX_CACHE_SALT_CHARS:
             raise InvalidRequestError(
@@ -209,11 +209,12 @@ class InputProcessor:
     # --- parameters that depend on the model -------------------------------------------------
 
     def _max_tokens(self, num_prompt: int, params: SamplingParams, parsed: ParsedPrompt) -> int:
-        """`max_tokens` as a number. Raises `ContextLengthError` where prompt and it do not fit."""
+        """The resolved `max_tokens`. Raises `ContextLengthError` if prompt + max_tokens is too
+        long."""
         asked, room = params.max_tokens, self.max_model_len - num_prompt
         most = most_output_tokens(params)
         if asked is not None and asked == self._default_max_tokens:
-            asked = max(min(asked, room, most), 1)  # the model's wish, not the client's: it yields
+            asked = max(min(asked, room, most), 1)  # a default, not the client's: it may be cut
         needed = asked or 1
         if needed <= room:
             if needed > most:
@@ -228,7 +229,7 @@ class InputProcessor:
         )
 
     def _check_limits(self, params: SamplingParams, num_prompt: int, max_tokens: int) -> None:
-        """Raises `InvalidRequestError`. max_tokens: as a number."""
+        """Raises `InvalidRequestError`. max_tokens: resolved."""
         if params.min_tokens > max_tokens:
             raise InvalidRequestError(
                 f"min_tokens must be at most {max_tokens}, what fits after this prompt, "
@@ -237,7 +238,8 @@ class InputProcessor:
             )
         for name in ("logprobs", "prompt_logprobs"):
             if (asked := getattr(params, name)) is not None:
-                require(asked <= self._max_logprobs, name, asked, f"at most {self._max_logprobs}")
+                most = f"at most {self._max_logprobs} (-1 asks for {self._vocab_size})"
+                require(asked <= self._max_logprobs, name, asked, most)
         if params.prompt_logprobs is not None:
             check_prompt_logprobs(params.prompt_logprobs, num_prompt)
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
@@ -247,7 +249,7 @@ class InputProcessor:
             self._encoder.tokenizer_for("detokenize")  # raises where there is none
 
     def _with_scores(self, params: SamplingParams, num_stop_tokens: int) -> SamplingParams:
-        """With the log-probabilities that the choice among several answers needs."""
+        """The parameters with the logprobs that choosing among several answers needs."""
         width = params.num_sequences
         if params.use_beam_search and width + num_stop_tokens > self._vocab_size:
             raise InvalidRequestError(
@@ -260,7 +262,8 @@ class InputProcessor:
         return params
 
     def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
-        """With a grammar EOS ends the text even if ignored: it comes where nothing else may."""
+        """With a grammar EOS is a stop token even with ignore_eos: it comes where no other token is
+        allowed."""
         is_ignored = params.ignore_eos and params.structured_outputs is None
         own = self._eos_token_ids if not is_ignored else frozenset()
         return own.union(params.stop_token_ids) if params.stop_token_ids else own
@@ -272,7 +275,7 @@ def _num_chars_to_encode(parsed: ParsedPrompt, text: str | None, params: Samplin
 
 
 def end_of_text_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The tokens that end a text, by every file that names some; unknown ids are left out."""
+    """EOS token ids by all of the model's files; ids outside the vocabulary are left out."""
     of_tokenizer = tokenizer.eos_token_ids if tokenizer is not None else ()
     of_defaults = config.generation_defaults.eos_token_ids
     ids = {*config.model.eos_token_ids, *of_defaults, *of_tokenizer}
@@ -280,14 +283,15 @@ def end_of_text_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> frozen
 
 
 class _RopeWindow(NamedTuple):
-    """Beyond so many tokens of prompt rotations depend on that, or (has_lengths) on how many."""
+    """KV of prompts longer than `num_tokens` differs from that of shorter ones. has_lengths: it
+    depends on their exact length."""
 
     num_tokens: int
     has_lengths: bool
 
 
 def _rope_window(config: EngineConfig) -> _RopeWindow | None:
-    """None where rotations never depend on the prompt's length."""
+    """None if RoPE does not depend on the prompt's length."""
     rope = getattr(config.model.hf_config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "dynamic":
         return _RopeWindow(config.model.max_position_embeddings, has_lengths=True)

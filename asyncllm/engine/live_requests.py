@@ -1,17 +1,19 @@
-"""The live requests, in both places that know them: scheduler and outputs; and how many may wait.
+"""The live requests: keeps scheduler and output processor in agreement, and limits the queue.
 
-    begins   add
-    ends     by its tokens or its text               take, then emit; jump_forward
-             by its client                           abort
-             by waiting too long                     expire
-             by an error, its own or the engine's    end, fail, fail_sequence, restart
+    a request starts   add
+    it ends            by its tokens or its text     take, then emit; jump_forward
+                       by its client                 abort
+                       by waiting too long           expire
+                       by an error                   end, fail, fail_sequence, restart
 
-Invariant: between two calls a request is live in the scheduler and in the outputs, or in neither,
-but that the outputs have what ended in `take` until `emit`, and that a beam search is in the
-outputs alone: its beams have requests of their own. A request that has ended has had its last
-output. Those that have not had their first step yet are counted, with their tokens: the answer to
-overload. A preempted request waits too, but it has been admitted: it counts no more, and no
-deadline ends it. It runs no step and knows no device.
+Invariant: between two calls a request is live in both the scheduler and the output processor, or in
+neither. There are two exceptions: a request that ended in `take` stays in the outputs until `emit`,
+and a beam search is in the outputs only, as each beam is a request of its own. A request that has
+ended has had its last output.
+
+Requests that wait for their first step are counted, with their prompt tokens, and refused above a
+limit. A preempted request is not counted and does not time out. This file runs no step and knows no
+device.
 """
 
 from __future__ import annotations
@@ -38,8 +40,7 @@ EXPIRY_CHECK_SECONDS = 1.0
 
 
 class LiveRequests:
-    """`aborts`: where those of clients are counted, by their cause. `max_queue_seconds` may be
-    infinite."""
+    """aborts: counts the aborts of clients by cause. max_queue_seconds: may be infinite."""
 
     def __init__(
         self,
@@ -51,22 +52,22 @@ class LiveRequests:
         max_queued_tokens: int,
         max_queue_seconds: float,
     ) -> None:
-        self.scheduler = scheduler  # another one after `restart`
+        self.scheduler = scheduler  # `restart` replaces it
         self.outputs = OutputProcessor(tokenizer)
         self._aborts = aborts
         self._max_queued_requests = max_queued_requests
         self._max_queued_tokens = max_queued_tokens
         self._max_queue_seconds = max_queue_seconds
-        self._num_queued = self._num_queued_tokens = 0  # of clients, before their first step
+        self._num_queued = self._num_queued_tokens = 0  # requests before their first step
         self._next_expiry_check = 0.0
         self._updates: tuple[list[TokenUpdate], dict[int, list[TokenLogprobs]]] | None = None
-        self._is_emitting = False  # sinks are being called: what they abort waits until they were
+        self._is_emitting = False  # while sinks are called, aborts are deferred
         self._deferred: list[tuple[str, AbortCause]] = []
 
     def check_room(self, request_id: str, num_tokens: int = 0) -> None:
-        """Raises `QueueFullError` where a request of `num_tokens` (0: not known yet) cannot wait.
+        """Raises `QueueFullError` if the queue has no room for `num_tokens` (0: not known yet).
 
-        A prompt longer than the whole limit may wait alone.
+        An empty queue takes a prompt of any length.
         """
         if self._num_queued >= self._max_queued_requests:
             raise QueueFullError(
@@ -81,7 +82,7 @@ class LiveRequests:
 
     @contextmanager
     def waiting(self, request: Request) -> Iterator[None]:
-        """It waits for something else before it is added, and counts as if it was.
+        """Count `request` as queued while it waits for something before `add`.
 
         Raises `QueueFullError`.
         """
@@ -96,7 +97,7 @@ class LiveRequests:
             self._num_queued_tokens -= num_tokens
 
     def add(self, request: Request, sink: Sink, text_sink: TextSink | None) -> None:
-        """Raises `InvalidRequestError` for the id of one that is live."""
+        """Raises `InvalidRequestError` if a request with this id is live."""
         name = request.request_id
         if name in self.outputs.requests:
             raise InvalidRequestError(f"request_id {name!r} is in use", "request_id")
@@ -111,7 +112,7 @@ class LiveRequests:
             self.scheduler.add(request)
 
     def planned(self, plan: StepPlan) -> None:
-        """Those whose first step this is wait no more."""
+        """Requests whose first step this is leave the queue."""
         for init in plan.slot_inits:
             request = init.seq.request.parent or init.seq.request
             if _is_queued(request):
@@ -119,31 +120,31 @@ class LiveRequests:
                 request.metrics.first_scheduled_time = time.monotonic()
 
     def _leave_queue(self, request: Request) -> None:
-        """At its first step, or at its end before that."""
+        """To be called at the first step, or at the end."""
         if request.parent is None and _is_queued(request):
             self._num_queued -= 1
             self._num_queued_tokens -= len(request.prompt_token_ids)
 
-    # --- what a step brings ------------------------------------------------------------------
+    # --- results of a step -------------------------------------------------------------------
 
     def take(self, plan: StepPlan, result: StepResult) -> None:
-        """A finished step's tokens: what ends by them ends. `emit` before the next plan."""
+        """Append a finished step's tokens and end sequences. Call `emit` before the next `plan`."""
         assert self._updates is None, "a step was taken that was not emitted"
         self._updates = self.scheduler.finish_step(plan, result), result.prompt_logprobs
 
     def emit(self) -> None:
-        """Give clients the tokens of the step that was taken, and end what ends by its text."""
+        """Send the taken step's output to clients, and end sequences at their stop strings."""
         if self._updates is not None:
             updates, self._updates = self._updates, None
             self._emit(*updates)
 
     def emit_whole(self, updates: list[TokenUpdate], now: float) -> None:
-        """Give a client tokens that were complete before, and that no scheduler knows."""
+        """Send tokens of a beam search, which the scheduler does not know, to its client."""
         self.outputs.process(updates, {}, now, were_complete=True)
         self.outputs.forget_ended()
 
     def jump_forward(self, forced: list[tuple[Sequence, list[int]]]) -> None:
-        """Append tokens that must come, unsampled; not to a sequence that ended meanwhile."""
+        """Append forced tokens to sequences that are still running."""
         updates: list[TokenUpdate] = []
         for seq, token_ids in forced:
             if seq.status is SequenceStatus.RUNNING:
@@ -162,10 +163,11 @@ class LiveRequests:
         self._abort_deferred()
         self.outputs.forget_ended()
 
-    # --- what ends a request from outside ----------------------------------------------------
+    # --- other ends of a request -------------------------------------------------------------
 
     def abort(self, request_id: str, cause: AbortCause) -> bool:
-        """By its client. Whether it ended here: not if it is not live, and later if a sink asks."""
+        """End a request for its client. False if it is not live, or if a sink asks: then it is
+        aborted after all sinks are called."""
         if self._is_emitting:
             self._deferred.append((request_id, cause))
             return False
@@ -180,7 +182,7 @@ class LiveRequests:
             self.abort(request_id, cause)
 
     def expire(self, now: float) -> None:
-        """End those that have waited too long. Looks once a second. `now`: monotonic seconds."""
+        """End requests that have waited too long, checked once a second. now: monotonic seconds."""
         if now < self._next_expiry_check:
             return
         self._next_expiry_check = now + EXPIRY_CHECK_SECONDS
@@ -193,13 +195,13 @@ class LiveRequests:
                 self.end(request.request_id, error)
 
     def fail(self, requests: list[Request], message: str) -> None:
-        """End those that are live with an error of the engine's."""
+        """End these requests, as far as they are live, with an error of the engine."""
         for request in requests:
             name = (request.parent or request).request_id
             self.end(request.request_id, RequestFailedError(f"request {name}: {message}"))
 
     def end(self, request_id: str, error: Exception | None = None) -> Request | None:
-        """End a request with this error, or as aborted; None where it is not live."""
+        """End a request with an error, or as aborted. None if it is not live."""
         self.scheduler.abort(request_id, "abort" if error is None else "error")
         request = self.outputs.end(request_id, time.monotonic(), error)
         if request is not None:
@@ -208,11 +210,11 @@ class LiveRequests:
         return request
 
     def fail_sequence(self, seq: Sequence, what: str, error: Exception) -> None:
-        """End the request of `seq`, if it is live, for what it brought with it raised."""
+        """End the request of `seq`, if it is live: its own grammar or processor has raised."""
         request = seq.request
         if seq.status is SequenceStatus.FINISHED:
             return
-        if isinstance(error, InvalidRequestError):  # it asked for what cannot be: nothing is broken
+        if isinstance(error, InvalidRequestError):  # the request is at fault, so no log entry
             self.end(request.request_id, error.with_traceback(None))
         else:
             logger.error("request %s: %s", request.request_id, what, exc_info=error)
@@ -222,10 +224,10 @@ class LiveRequests:
         self.fail(self._requests(), message)
 
     def restart(self, scheduler: Scheduler, message: str, *, keep_queued: bool) -> None:
-        """Begin anew with an empty `scheduler`, after a step that may have left anything.
+        """Replace the scheduler by an empty one, after a failure.
 
-        Whoever still waits for a first step goes on waiting, if `keep_queued`; the others end with
-        an error, those too that ended in the step and were not emitted.
+        keep_queued: requests before their first step stay queued. All others end with an error,
+        also those that ended in a step whose output is not emitted.
         """
         self._is_emitting, self._updates = False, None
         self.scheduler = scheduler
@@ -237,7 +239,7 @@ class LiveRequests:
                 self.fail([request], message)
         self._abort_deferred()
 
-    # --- books -------------------------------------------------------------------------------
+    # --- invariants --------------------------------------------------------------------------
 
     def _requests(self) -> list[Request]:
         return [owner.request for owner in self.outputs.requests.values()]

@@ -1,7 +1,7 @@
-"""`LLM`: the same engine for batches, from synchronous code.
+"""`LLM`: offline inference from synchronous code.
 
-It runs an `AsyncLLMEngine` on an event loop in one thread of its own, so that it works in a
-script, a REPL and a notebook (whose thread already runs a loop). `close()` ends both.
+It runs an `AsyncLLMEngine` on an event loop in its own thread, so it works in scripts, in a REPL
+and in notebooks, whose main thread runs a loop already. `close()` ends engine and thread.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Message = dict[str, Any]
 class LLM:
     """Offline generation: `LLM(model, **fields of EngineArgs).generate(prompts, params)`.
 
-    Raises `ValueError` or `ModelLoadError` for what cannot run.
+    Raises `ValueError` or `ModelLoadError` if the configuration cannot run.
     """
 
     def __init__(self, model: str = "tiny", **engine_args: Any) -> None:
@@ -47,7 +47,7 @@ class LLM:
         )
         self._thread.start()
         try:
-            # A batch may wait as long as it takes: nobody else is kept from asking.
+            # A batch may wait as long as it takes: there are no other clients.
             patient = {"max_queued_tokens": sys.maxsize, "max_queue_seconds": math.inf}
             self.engine = AsyncLLMEngine(model, **patient | engine_args)
             self.engine.show_progress = True
@@ -55,7 +55,7 @@ class LLM:
         except BaseException:
             self._stop_loop()
             raise
-        # A script that ends without `close` ends without asyncio's complaints.
+        # Avoids asyncio's warnings if a script ends without `close`.
         self._finalizer = weakref.finalize(self, _abandon, self._loop, self._thread)
 
     def generate(
@@ -67,10 +67,10 @@ class LLM:
         priority: int | Sequence[int] = 0,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Final outputs in the order of the prompts: one prompt or a list, in any of its forms.
+        """The final outputs, in the order of the prompts. prompts: one or a list, in any form.
 
-        `sampling_params`, `priority` and `lora_request`: one for all, or one each. The first prompt
-        that is refused ends the call: raises `InvalidRequestError` (a ValueError) naming the field.
+        `sampling_params`, `priority` and `lora_request`: one for all prompts, or one for each.
+        Raises `InvalidRequestError` (a `ValueError`) naming the field, at the first invalid prompt.
         """
         batch: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
         work = self._generate(batch, sampling_params, priority, lora_request, use_tqdm)
@@ -87,7 +87,7 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """As `generate`, for one conversation or a list of them, through the chat template."""
+        """As `generate`, for one conversation or a list of them, by the chat template."""
         single = bool(messages) and isinstance(messages[0], dict)
         conversations: list[Any] = [messages] if single else list(messages)
         tokenizer = self.engine.tokenizer
@@ -111,12 +111,12 @@ class LLM:
         *,
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
-        """Per prompt its `beam_width` best beams; prompts and errors as of `generate`."""
+        """The `beam_width` best beams of each prompt. Prompts and errors as for `generate`."""
         outputs = self.generate(prompts, params.sampling_params(), use_tqdm=use_tqdm)
         return [self._beams(output, params) for output in outputs]
 
     def close(self) -> None:
-        """Give all memory back. Idempotent."""
+        """Free all memory. Idempotent."""
         if self._finalizer.detach() is not None:
             try:
                 self._call(self.engine.aclose())
@@ -166,7 +166,7 @@ class LLM:
         return [done[index] for index in range(len(prompts))]
 
     def _beams(self, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
-        """With prompts in front, as vLLM has it."""
+        """The beams with the prompt in front, as in vLLM."""
         prompt = output.prompt
         if prompt is None:
             prompt = self.engine.tokenizer.decode(output.prompt_token_ids, False)
@@ -194,10 +194,10 @@ class LLM:
         try:
             return future.result()
         except KeyboardInterrupt:
-            future.cancel()  # aborts what is running; the engine stays usable
+            future.cancel()  # aborts the requests; the engine stays usable
             raise
         except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None  # a TaskGroup's first error, as a caller expects it
+            raise group.exceptions[0] from None  # callers expect the error itself
 
     def _stop_loop(self) -> None:
         asyncio.run_coroutine_threadsafe(_end_tasks(), self._loop)
@@ -206,7 +206,7 @@ class LLM:
 
 
 class _Bar(tqdm):
-    """Requests that have ended, and how many tokens of theirs in a second."""
+    """Counts finished requests, and shows their tokens per second."""
 
     num_prompt_tokens = num_output_tokens = 0
 
@@ -221,14 +221,14 @@ class _Bar(tqdm):
 
 
 def _abandon(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """End an unclosed LLM's tasks and thread, at exit or when it is collected."""
+    """End the tasks and the thread of an LLM that was not closed."""
     asyncio.run_coroutine_threadsafe(_end_tasks(), loop)
-    if threading.current_thread() is not thread:  # a collection may happen in any thread
+    if threading.current_thread() is not thread:  # garbage collection may run in any thread
         thread.join(EXIT_TIMEOUT_SECONDS)
 
 
 async def _end_tasks() -> None:
-    """Cancel all others on this loop, such as a start that was interrupted; then stop it."""
+    """Cancel all other tasks, such as an interrupted start; then stop the loop."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
@@ -237,7 +237,7 @@ async def _end_tasks() -> None:
 
 
 def _is_one_prompt(prompts: Any) -> bool:
-    """Whether this is text, a dict, token ids or one conversation, rather than a list of those."""
+    """Whether this is one text, dict, list of token ids or conversation, and not a list of them."""
     if isinstance(prompts, (str, dict)):
         return True
     first = prompts[0] if prompts else None
@@ -245,7 +245,7 @@ def _is_one_prompt(prompts: Any) -> bool:
 
 
 def _one_each(name: str, value: T | Sequence[T], count: int) -> list[T]:
-    """`value` for each of `count` prompts. Raises `ValueError` for a list of another length."""
+    """A value for each of `count` prompts. Raises `ValueError` for a list of another length."""
     if isinstance(value, Sequence):
         if len(value) != count:
             raise ValueError(f"{name}: {len(value)} given for {count} prompts")

@@ -1,11 +1,11 @@
-"""Log-probabilities: how many a request may ask for, and as vLLM's dictionaries.
+"""Log-probabilities: the limit of a request, and their conversion to vLLM's dictionaries.
 
-They are kept until the request ends, and rendered in one piece. An entry is a token
-with its log-probability: the sampled one of each position and the `logprobs` beside it. Kept it
-takes 140 bytes with 20 beside it, 340 alone, and about as much again while it is written: so the
-entries of MAX_OUTPUT_LOGPROB_ENTRIES take up to 0.3 to 0.8 GB. With 20 beside it that is 49,932
-tokens, with 5 more than the windows of most models. Who names no max_tokens gets no more than these
-have room for.
+They are kept until the request ends, and rendered in one piece. An entry is a token with its
+log-probability: each sampled token and the `logprobs` most likely ones at its position. It takes
+340 bytes if it is alone at its position, 140 with 20 others, and as much again while it is
+rendered. So MAX_OUTPUT_LOGPROB_ENTRIES entries take 0.3 to 0.8 GB. That is 49,932 tokens with
+logprobs=20, and more than the context window of most models with logprobs=5. A request without
+max_tokens is limited to as many tokens.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from asyncllm.sampling_params import SamplingParams
 from asyncllm.types import TokenLogprobs
 
 MAX_OUTPUT_LOGPROB_ENTRIES = 2**20
-MAX_PROMPT_LOGPROB_ENTRIES = 2**19  # of one answer, which is rendered in one piece
-TokenText = Callable[[int], str | None]  # how a request's log-probabilities show a token
+MAX_PROMPT_LOGPROB_ENTRIES = 2**19  # of one request, rendered in one piece
+TokenText = Callable[[int], str | None]  # token id -> its text in a request's logprobs
 
 
 def most_output_tokens(params: SamplingParams, num_requests: int = 1) -> int:
-    """Limits each answer of so many requests; `sys.maxsize` where no logprobs are kept."""
+    """The most tokens of each answer of `num_requests`; `sys.maxsize` without logprobs."""
     entries = _entries_per_token(params) * num_requests
     return MAX_OUTPUT_LOGPROB_ENTRIES // entries if entries else sys.maxsize
 
 
 def check_prompt_logprobs(num_top: int, num_prompt: int) -> None:
-    """Raises `InvalidRequestError` where a prompt of so many tokens has too many."""
+    """Raises `InvalidRequestError` if a prompt of `num_prompt` tokens has too many entries."""
     num_entries = num_prompt * (1 + num_top)
     if num_entries > MAX_PROMPT_LOGPROB_ENTRIES:
         raise InvalidRequestError(
@@ -42,7 +42,7 @@ def check_prompt_logprobs(num_top: int, num_prompt: int) -> None:
 
 
 def check_output_logprobs(params: SamplingParams, max_tokens: int, num_requests: int = 1) -> None:
-    """Raises `InvalidRequestError` where answers of `max_tokens` could have too many."""
+    """Raises `InvalidRequestError` if answers of `max_tokens` could have too many entries."""
     if max_tokens <= most_output_tokens(params, num_requests):
         return
     num_answers = params.num_sequences * num_requests
@@ -57,7 +57,7 @@ def check_output_logprobs(params: SamplingParams, max_tokens: int, num_requests:
 
 
 def _entries_per_token(params: SamplingParams) -> int:
-    """Counts all answers together. To choose among several, each token's own is kept unasked."""
+    """Entries of all answers. Choosing among answers needs each token's own logprob."""
     chooses = params.use_beam_search or (params.best_of or 0) > params.n
     if params.num_logprobs is None and not chooses:
         return 0
@@ -71,7 +71,7 @@ def _param(params: SamplingParams) -> str:
 
 
 def no_text(token_id: int) -> None:
-    """For a request that wants no text."""
+    """The `TokenText` of a request without detokenization."""
 
 
 def logprob_dict(
@@ -81,9 +81,10 @@ def logprob_dict(
     text_of: TokenText,
     are_ranked: bool = True,
 ) -> dict[int, Logprob]:
-    """The token itself first, then the `num_top` most likely; it may be one of them.
+    """The token itself, then the `num_top` others; the token may be one of them.
 
-    Without `are_ranked` these are tokens that the request named: nobody knows their ranks.
+    are_ranked: the others are the most likely tokens. Otherwise the request named them, and their
+    ranks are unknown.
     """
     result = {token_id: Logprob(logprobs.logprob, logprobs.rank, text_of(token_id))}
     for i, top_id in enumerate(logprobs.top_ids[:num_top]):
@@ -94,10 +95,10 @@ def logprob_dict(
 
 
 class LazyPromptLogprobs(Sequence[dict[int, Logprob] | None]):
-    """One entry per prompt position, the first None: nothing comes before it.
+    """One entry per prompt position; the first is None, as nothing comes before it.
 
-    An entry is made when it is read, each time: half a million at once would hold the loop.
-    A copy, or what a pickle gives back, is a plain list.
+    Entries are made whenever they are read: making half a million at once would block the loop.
+    Copying or unpickling it gives a plain list.
     """
 
     __hash__ = None  # type: ignore[assignment]
@@ -109,7 +110,7 @@ class LazyPromptLogprobs(Sequence[dict[int, Logprob] | None]):
         num_top: int,
         text_of: TokenText,
     ) -> None:
-        """The last of `chunks` count: a prompt that is computed again reports all of it again."""
+        """A prompt that was recomputed has reported its logprobs twice: the last ones count."""
         self._prompt_ids = prompt_ids
         self._known = chunks[max(len(chunks) - (len(prompt_ids) - 1), 0) :]
         self._num_unknown = len(prompt_ids) - len(self._known)

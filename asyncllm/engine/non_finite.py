@@ -1,10 +1,10 @@
-"""Requests whose row came back without a token: who they are, and how they leave.
+"""Ends requests whose row has no token: logits that are not finite, or every token forbidden.
 
-Logits that are NaN or infinite: attention multiplies what it masks by 0, and 0 times NaN is NaN, so
-a page with their keys would hurt its next owner, and their published blocks all who share them.
-Such requests leave with the whole prefix cache, and the pages that nobody else holds are to be
-zeroed. Of one that ended while its step was in flight nobody knows the pages any more: then all
-that are free are zeroed. Nothing is wrong with those of a request that forbids every token itself.
+NaN in the KV cache is contagious: attention multiplies masked positions by 0, and 0 times NaN is
+NaN, so it would reach the next owner of a page and all requests that share a cached block. Such
+requests end, the whole prefix cache is reset, and the pages that only they held are zeroed. If a
+request ended while its step was in flight, its pages are unknown: then all free pages are zeroed.
+The pages of a request that forbids every token are fine.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from asyncllm.types import (
 from asyncllm.worker.ranks.messages import ClearPages
 from asyncllm.worker.worker import Worker
 
-FORBIDDING = ("allowed_token_ids", "bad_words", "min_tokens")  # in the order of blame
+FORBIDDING = ("allowed_token_ids", "bad_words", "min_tokens")  # in the order of the message
 
 
 def end_without_token(
     plan: StepPlan, result: StepResult, live: LiveRequests, worker: Worker
 ) -> None:
-    """Each with the reason. Cheap where every row has a token."""
+    """End them, each with its reason. Cheap if every row has a token."""
     if min(result.token_ids, default=0) >= 0:
         return
     rows = list(zip(plan.sampled, result.token_ids, strict=True))
@@ -40,7 +40,7 @@ def end_without_token(
     if bad := _live_requests(broken):
         worker.command(ClearPages(_evict(live.scheduler, bad)))
         live.fail(bad, "its logits are not finite")
-    if any(seq.finish_reason != "error" for seq in broken):  # ended before, unseen
+    if any(seq.finish_reason != "error" for seq in broken):  # it ended before this was known
         live.scheduler.blocks.reset_prefix_cache()
         worker.command(ClearPages(live.scheduler.blocks.device.free_pages()))
     for request in _live_requests([seq for seq, token_id in rows if token_id == NO_TOKEN_LEFT]):
@@ -48,13 +48,13 @@ def end_without_token(
 
 
 def _live_requests(seqs: list[Sequence]) -> list[Request]:
-    """Those of sequences that have not ended, each once."""
+    """The requests of sequences that have not ended, each once."""
     live = (seq.request for seq in seqs if seq.status is not SequenceStatus.FINISHED)
     return list({request.request_id: request for request in live}.values())
 
 
 def _no_token_left(request: Request) -> Exception:
-    """Blames the fields by which the request forbids tokens, if any; else a processor did."""
+    """Names the fields that forbid tokens; without any, a logits processor is the cause."""
     what = "no token is left that may come next"
     given = [name for name in FORBIDDING if getattr(request.sampling_params, name)]
     if not given:
@@ -63,7 +63,7 @@ def _no_token_left(request: Request) -> Exception:
 
 
 def _evict(scheduler: Scheduler, requests: list[Request]) -> list[int]:
-    """End them in the scheduler. Returns the pages to zero before anything else is launched."""
+    """End them in the scheduler. Returns the pages to zero before the next launch."""
     blocks = scheduler.blocks
     pages = {
         page
@@ -75,6 +75,6 @@ def _evict(scheduler: Scheduler, requests: list[Request]) -> list[int]:
     for request in requests:
         scheduler.abort(request.request_id, "error")
     blocks.reset_prefix_cache()
-    if blocks.windows:  # which have left pages behind
+    if blocks.windows:  # pages that windows have passed are unknown
         return blocks.device.free_pages()
     return [page for page in pages if blocks.device.is_free(page)]

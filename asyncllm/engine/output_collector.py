@@ -1,5 +1,5 @@
-"""Joins a request's deltas into what it has produced so far: for who wants the whole, for readers
-slower than the engine, and for `BestAnswers`, which chooses among several."""
+"""Merges a request's deltas into its cumulative output: for cumulative and final outputs, and for
+`BestAnswers`, which chooses among several."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from asyncllm.types import Request
 
 
 class OutputCollector:
-    """`add` deltas, read `output`, a copy that later deltas never change: it is linear in the text,
-    `add` is not."""
+    """Call `add` with deltas and read `output`, a copy. Only `output` takes time linear in the
+    length of the text."""
 
     def __init__(self) -> None:
-        self._whole: RequestOutput | None = None  # but for its completions
-        self._completions: dict[int, CompletionOutput] = {}  # but for their texts
-        self._texts: dict[int, list[str]] = {}  # in pieces: strings that grow are copied each time
+        self._whole: RequestOutput | None = None  # without its completions
+        self._completions: dict[int, CompletionOutput] = {}  # without their texts
+        self._texts: dict[int, list[str]] = {}  # pieces: appending to a string would copy it
 
     def add(self, delta: RequestOutput) -> None:
         if self._whole is None:
@@ -35,13 +35,13 @@ class OutputCollector:
 
     @property
     def output(self) -> RequestOutput:
-        """A copy of all so far, completions in order of their index; at least a delta was added."""
+        """A copy of the cumulative output, completions ordered by index. Needs at least a delta."""
         assert self._whole is not None, "nothing was added yet"
         completions = [
             _copy(self._completions[index], "".join(self._texts[index]))
             for index in sorted(self._completions)
         ]
-        self._texts = {c.index: [c.text] for c in completions}  # joined once
+        self._texts = {c.index: [c.text] for c in completions}  # keeps the joined text
         return replace(self._whole, outputs=completions)
 
 
@@ -68,10 +68,10 @@ def _copy(completion: CompletionOutput, text: str) -> CompletionOutput:
 
 
 class BestAnswers:
-    """A sink before the client's `sink`, which gets one output: the best `n` of `best_of` answers.
+    """A sink that collects all answers and gives `sink` one output: the best `n` of `best_of`.
 
-    The best have the highest mean log-probability per token, as in OpenAI's `best_of`; a beam
-    search has ranked its own. Log-probabilities that the client did not ask for are left out.
+    The best have the highest mean log-probability per token, as in OpenAI's `best_of`. A beam
+    search has ranked its answers already. Logprobs that the client did not ask for are removed.
     """
 
     def __init__(self, request: Request, sink: Sink) -> None:
@@ -98,7 +98,7 @@ class BestAnswers:
 
 
 def _mean_logprob(answer: CompletionOutput) -> float:
-    """An answer without a token is below every other."""
+    """An answer without tokens ranks last."""
     if answer.cumulative_logprob is None or not answer.token_ids:
         return float("-inf")
     return answer.cumulative_logprob / len(answer.token_ids)

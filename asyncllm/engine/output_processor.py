@@ -1,11 +1,11 @@
-"""From sampled tokens to what clients get: text, stop strings, log-probabilities, delta outputs.
+"""Turns sampled tokens into outputs: detokenization, stop strings, log-probabilities, deltas.
 
-One state per live sequence. Each step's tokens become one delta `RequestOutput` per request, for
-the request's sink. Most steps bring one sequence's text and nothing else: a request may have a text
-sink for those, which gets the text as it is and costs half. Sinks are called on the loop's thread
-and must not block. What a request brings with it fails alone: its detokeniser and stop strings end
-its sequence with "error", a sink that raises ends the request. It schedules nothing: sequences that
-end by their text are returned, for the engine to end them in the scheduler.
+It keeps a state per live sequence. The tokens of a step become one delta `RequestOutput` per
+request, which goes to the request's sink. Most steps only produce text of one sequence: for these a
+request may have a text sink, which gets the bare text at half the cost. Sinks are called on the
+event loop's thread and must not block. Errors stay within their request: if its detokenizer or stop
+strings raise, the sequence ends with "error"; if its sink raises, the request ends. Sequences that
+end by their text are returned, and the caller ends them in the scheduler.
 """
 
 from __future__ import annotations
@@ -30,27 +30,26 @@ from asyncllm.types import Request, Sequence, SequenceStatus, TokenLogprobs, Tok
 
 logger = logging.getLogger(__name__)
 
-# A sequence that ended here: by a stop string or its repetition, which is the last part, or by an
-# error of its own.
+# A sequence that ended here, by a stop string or a repetition (the last part), or by its own error.
 Stop = tuple[Sequence, FinishReason, str | None]
 
 
 class OutputProcessor:
-    """`tokenizer` may be None where every request has detokenize=False."""
+    """tokenizer: may be None if all requests have detokenize=False."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self.requests: dict[str, RequestState] = {}  # whose last output is not out, oldest first
-        self._sequences: dict[int, SequenceState] = {}  # those that go on, by seq_id
+        self.requests: dict[str, RequestState] = {}  # without their last output, oldest first
+        self._sequences: dict[int, SequenceState] = {}  # unfinished ones, by seq_id
         self._iteration = IterationStats()
         self._ended: list[Request] = []
-        self._step_time = -math.inf  # of the last step's tokens
+        self._step_time = -math.inf  # when the last step's tokens came
 
     def add(self, request: Request, sink: Sink, text_sink: TextSink | None = None) -> None:
-        """Expect tokens of `request`. Its outputs go to `sink`, on this thread.
+        """Expect tokens of `request`, whose outputs go to `sink`.
 
-        `text_sink` gets the text of steps between the first token's and the last's, if the request
-        has one sequence, no logprobs, no stop strings and no repetition to watch for.
+        text_sink: gets the text of the steps between the first and the last token, if the request
+        has one sequence, no logprobs, no stop strings and no repetition detection.
         """
         assert request.request_id not in self.requests, f"request {request.request_id} twice"
         owner, states = new_states(request, sink, text_sink, self._tokenizer)
@@ -66,15 +65,14 @@ class OutputProcessor:
         *,
         were_complete: bool = False,
     ) -> list[Stop]:
-        """Take a step's tokens and emit what they bring. now: monotonic seconds.
+        """Process a step's tokens and send outputs. now: monotonic seconds.
 
-        were_complete: the tokens were all there before, so no time passed between them.
-        Returns the sequences that ended here and that the scheduler still has; their last output is
-        out already.
+        were_complete: the tokens come from a finished beam search, so there are no latencies.
+        Returns the sequences that ended here, for the scheduler; their last output is sent.
         """
         for seq_id, chunk in prompt_logprobs.items():
             state = self._sequences.get(seq_id)
-            # Until the first token; a sibling that computes the prompt too reports nothing new.
+            # Until the first token. Siblings that compute the prompt too are ignored.
             if (
                 state is not None
                 and state.seq.index == 0
@@ -92,9 +90,9 @@ class OutputProcessor:
         return stops
 
     def end(self, request_id: str, now: float, error: Exception | None = None) -> Request | None:
-        """End a request from outside, its last output out: with "error", or with "abort".
+        """End a request with its last output: as "error", or without `error` as "abort".
 
-        None where it is not live.
+        None if it is not live.
         """
         owner = self.requests.get(request_id)
         if owner is None:
@@ -104,20 +102,19 @@ class OutputProcessor:
         return owner.request
 
     def forget_ended(self) -> None:
-        """Part requests from their sequences, which point back: only the collector would free both.
+        """Break the reference cycle of finished requests and their sequences, which would need the
+        garbage collector. Their last output is sent, and the scheduler has no use for them."""
 
-        Those whose last output is out; the scheduler must have done with them.
-        """
         while self._ended:
             self._ended.pop().sequences.clear()
 
     def take_iteration_stats(self) -> IterationStats:
-        """The stats since the last call."""
+        """The statistics since the last call."""
         taken, self._iteration = self._iteration, IterationStats()
         return taken
 
     def check_empty(self) -> None:
-        """Assert what must hold with no live request."""
+        """Assert the invariants without live requests."""
         assert not self.requests, f"requests left: {list(self.requests)}"
         assert not self._sequences, f"sequences left: {list(self._sequences)}"
 
@@ -126,16 +123,17 @@ class OutputProcessor:
     def _take_all(
         self, updates: list[TokenUpdate], now: float, stops: list[Stop]
     ) -> tuple[list[SequenceState], dict[RequestState, None]]:
-        """Note all tokens: in sequences with text for their text sink, and in other requests."""
+        """Process all tokens. Returns the sequences with text for a text sink, and the requests
+        that need an output."""
         sequences, latencies = self._sequences, self._iteration.inter_token_latencies
         with_text: list[SequenceState] = []
         touched: dict[RequestState, None] = {}  # an ordered set
-        # Most rows had their last token with the last step: they wait as long as each other.
+        # Most rows had their last token in the last step, so their latencies are equal.
         last_step, num_since_last_step, self._step_time = self._step_time, 0, now
         for update in updates:
             seq, token_id, _ = update
             state = sequences.get(seq.seq_id)
-            if state is None:  # its text ended at an earlier token of this step
+            if state is None:  # it stopped at an earlier token of this step
                 continue
             last_time, push_plain = state.last_token_time, state.push_plain
             state.last_token_time = now
@@ -167,11 +165,11 @@ class OutputProcessor:
         return with_text, touched
 
     def _count_first_token(self, owner: RequestState, now: float) -> None:
-        """A sequence's; of its request's sequences the first counts."""
+        """Count a request's first token, of whichever sequence has it first."""
         metrics = owner.request.metrics
         if metrics.first_token_time is None:
             metrics.first_token_time = now
-            if owner.request.parent is not None:  # its search's tokens are counted at its end
+            if owner.request.parent is not None:  # a beam search's tokens are counted at its end
                 self._iteration.num_generation_tokens -= 1
                 return
             self._iteration.time_to_first_tokens.append(now - metrics.arrival_time)
@@ -179,7 +177,7 @@ class OutputProcessor:
             self._iteration.num_cached_tokens += owner.request.sequences[0].num_cached_tokens
 
     def _take(self, state: SequenceState, update: TokenUpdate, stops: list[Stop]) -> None:
-        """Add one token to its request's delta, and end the sequence if it is over."""
+        """Add a token to its request's delta, and finish the sequence if it ends."""
         seq, token_id, _ = update
         finished = seq.status is SequenceStatus.FINISHED
         is_last = finished and state.num_tokens == seq.num_output_tokens
@@ -191,7 +189,7 @@ class OutputProcessor:
             shown = None if is_last and hides_last_token(seq) else token_id
             text, stop_reason = state.text.push(shown, is_last or repeats)
             delta = state.add_token(text, update)
-        except Exception as error:  # one request's own hooks: it may only hurt itself
+        except Exception as error:  # only this request is affected
             self._fail(state, error, stops)
             return
         if repeats and not is_last:
@@ -212,10 +210,10 @@ class OutputProcessor:
         if state.seq.status is not SequenceStatus.FINISHED:
             stops.append((state.seq, "error", None))
 
-    # --- the end of a sequence, the end of a request ------------------------------------------
+    # --- ends of sequences and requests -------------------------------------------------------
 
     def _finish(self, state: SequenceState, delta: CompletionOutput) -> None:
-        """Forget a sequence; `delta`, its last, has the reason."""
+        """Forget a sequence. `delta`, its last one, has the finish reason."""
         owner, seq = state.owner, state.seq
         del self._sequences[seq.seq_id]
         owner.num_live -= 1
@@ -233,19 +231,19 @@ class OutputProcessor:
         self._finish(state, delta)
 
     def _end(self, owner: RequestState, reason: FinishReason, now: float) -> None:
-        """End what still goes on in a request."""
+        """End the unfinished sequences of a request."""
         for seq in owner.request.sequences:
             state = self._sequences.get(seq.seq_id)
             if state is not None:
                 try:
                     held = state.text.close()
-                except Exception:  # it ends anyway
+                except Exception:  # the sequence ends anyway
                     logger.exception("request %s: output failed", owner.request.request_id)
                     held = ""
                 self._end_sequence(state, held, reason)
         try:
             self._emit(owner, now)
-        except Exception:  # who ends this one may have others to end
+        except Exception:  # the caller may have more requests to end
             logger.exception("request %s: its sink failed", owner.request.request_id)
 
     def _emit_all(
@@ -273,7 +271,7 @@ class OutputProcessor:
     def _lose(self, owner: RequestState, error: Exception, now: float, stops: list[Stop]) -> None:
         """End a request whose sink failed."""
         failed = _failed(owner, "its sink", error)
-        if owner.request.request_id in self.requests:  # else it was its last output
+        if owner.request.request_id in self.requests:  # else this was its last output
             live = [seq for seq in owner.request.sequences if seq.seq_id in self._sequences]
             stops += [(seq, "error", None) for seq in live]
             owner.error = failed
@@ -288,7 +286,7 @@ class OutputProcessor:
             if owner.request.parent is None:
                 self._iteration.finished.append(owner.stats())
             self._ended.append(owner.request)
-        elif owner.text_sink is not None:  # the first token is out: from now on, text alone
+        elif owner.text_sink is not None:  # after the first token only text is sent
             (seq,) = owner.request.sequences
             self._sequences[seq.seq_id].text_sink = owner.text_sink
         owner.sink(output)

@@ -1,6 +1,6 @@
-"""The output processor's state of a live request and of each of its sequences.
+"""The output processor's state of a live request and of its sequences.
 
-States gather a step's tokens and give them away as one delta.
+A request's state collects the tokens of a step and returns them as one delta.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from asyncllm.sampling_params import RepetitionDetectionParams
 from asyncllm.types import Request, Sequence, TokenLogprobs, TokenUpdate
 
 Sink = Callable[[RequestOutput], None]
-TextSink = Callable[[str, int], None]  # text, and how many tokens it is of
-REPETITION_STOP_REASON = "repetition_detected"  # vLLM's word
+TextSink = Callable[[str, int], None]  # text, number of tokens
+REPETITION_STOP_REASON = "repetition_detected"  # as in vLLM
 NO_TOKEN = -1
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """`deltas`: this step's completions, until they are emitted."""
+    """deltas: this step's completions, until they are sent."""
 
     request: Request
     sink: Sink
-    text_sink: TextSink | None  # None: every delta is an output
+    text_sink: TextSink | None  # None: all deltas go to `sink`
     text_of: TokenText
-    num_live: int  # sequences that go on
-    prompt_logprobs: list[TokenLogprobs] | None  # as they came; None: not wanted, or given
+    num_live: int  # unfinished sequences
+    prompt_logprobs: list[TokenLogprobs] | None  # None: not requested, or sent already
     deltas: list[CompletionOutput] = field(default_factory=list)
-    num_generated: int = 0  # by sequences that ended
-    num_first_generated: int = 0  # by sequence 0
-    first_reason: FinishReason = "abort"  # of sequence 0
+    num_generated: int = 0  # tokens of finished sequences
+    num_first_generated: int = 0  # tokens of sequence 0
+    first_reason: FinishReason = "abort"  # finish reason of sequence 0
     error: Exception | None = None
 
     def take_output(self, now: float) -> RequestOutput:
@@ -67,7 +67,7 @@ class RequestState:
         )
 
     def _take_prompt_logprobs(self) -> PromptLogprobs | None:
-        """All of them, with the first token: the step that samples it has seen the whole prompt."""
+        """All prompt logprobs, with the first token: they are complete by then."""
         known, request = self.prompt_logprobs, self.request
         if known is None or request.metrics.first_token_time is None:
             return None
@@ -75,7 +75,7 @@ class RequestState:
         return LazyPromptLogprobs(request.prompt_token_ids, known, num_top, self.text_of)
 
     def stats(self) -> FinishedRequestStats:
-        """The request at its end."""
+        """The statistics of a finished request."""
         request, metrics = self.request, self.request.metrics
         arrival, first = metrics.arrival_time, metrics.first_token_time
         assert metrics.finished_time is not None, "the last output sets it"
@@ -105,12 +105,12 @@ def _difference(end: float | None, start: float | None) -> float | None:
 
 
 class RepetitionDetector:
-    """Whether one sequence's last tokens are a pattern, again and again: `push` each output token.
+    """Detects that a sequence ends with a repeated pattern: `push` each output token.
 
-    For each pattern size p it counts how many of the last tokens equal the one p places before; the
-    tail is `min_count` copies of a pattern once that reaches p * (min_count - 1). So a token costs
-    one pass over the sizes, in numpy, whatever the answer's length and the count asked for.
-    A repetition counts only when a token after the first `min_tokens` completes it.
+    For each pattern size p it counts the latest tokens that equal the one p places before. When the
+    count reaches p * (min_count - 1), the sequence ends with `min_count` copies of a pattern. So a
+    token costs one numpy pass over the sizes, whatever the length of the answer.
+    Only a token after the first `min_tokens` can complete a repetition.
     """
 
     __slots__ = ("_first", "_latest", "_num_tokens_left", "_runs", "_size", "_wanted", "_window")
@@ -122,14 +122,14 @@ class RepetitionDetector:
         self._first = least - 1
         self._size = params.max_pattern_size
         self._wanted = sizes * (params.min_count - 1)
-        self._runs = np.zeros_like(sizes)  # per size: how long the tail has repeated
-        # The latest tokens, newest first, from `_latest` on; what comes before is room for more.
+        self._runs = np.zeros_like(sizes)  # per size: number of latest tokens that repeat
+        # The latest tokens, newest first, from index `_latest` on; below it is free space.
         self._window = np.full(2 * self._size, NO_TOKEN, np.int64)
         self._latest = self._size
         self._num_tokens_left = min_tokens
 
     def push(self, token_id: int) -> bool:
-        """Take one token: whether the answer repeats itself now."""
+        """Take a token. Whether it completes a repetition."""
         window, latest = self._window, self._latest
         before = window[latest + self._first : latest + self._size]
         self._runs = np.where(before == token_id, self._runs + 1, 0)
@@ -144,23 +144,23 @@ class RepetitionDetector:
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """`new_text`, `num_new_tokens`: this step's, where they go to the text sink."""
+    """new_text, num_new_tokens: of this step, for the text sink."""
 
     seq: Sequence
     owner: RequestState
     text: SequenceText
-    push_plain: Callable[[int], str] | None  # text.push_plain, one look-up closer
+    push_plain: Callable[[int], str] | None  # text.push_plain, kept here for speed
     num_logprobs: int | None
     cumulative_logprob: float | None
     num_tokens: int = 0
     last_token_time: float | None = None
-    text_sink: TextSink | None = None  # from the second step on, where text is all there is to say
+    text_sink: TextSink | None = None  # set after the first output, if only text follows
     repetition: RepetitionDetector | None = None
     new_text: str = ""
     num_new_tokens: int = 0
 
     def add_token(self, text: str, update: TokenUpdate) -> CompletionOutput:
-        """Add one token to this sequence's part of its request's delta."""
+        """Add a token to this sequence's completion in the request's delta."""
         _, token_id, reported = update
         logprobs: SampleLogprobs = []
         if self.num_logprobs is not None:
@@ -178,9 +178,9 @@ class SequenceState:
         return delta
 
     def add_text(self, text: str) -> CompletionOutput:
-        """Add text alone: what was held back of a sequence that was ended from outside."""
+        """Add text without a token, as is held back by stop strings."""
         index, deltas = self.seq.index, self.owner.deltas
-        for delta in deltas:  # empty, but for n > 1 and for several tokens in one step
+        for delta in deltas:  # empty unless n > 1 or a step has several tokens
             if delta.index == index:
                 delta.text += text
                 return delta
@@ -192,10 +192,10 @@ class SequenceState:
 def new_states(
     request: Request, sink: Sink, text_sink: TextSink | None, tokenizer: Tokenizer | None
 ) -> tuple[RequestState, list[SequenceState]]:
-    """The states of a request before its first token, and of its sequences."""
+    """The initial states of a request and of its sequences."""
     params = request.sampling_params
     num_logprobs, wanted = params.num_logprobs, params.repetition_detection
-    # Text is all that most of its steps bring.
+    # Whether most of its steps produce text only.
     has_logprobs = num_logprobs is not None or params.prompt_logprobs is not None
     is_plain = params.n == 1 and not (has_logprobs or params.stop or wanted)
     owner = RequestState(
@@ -217,7 +217,7 @@ def new_states(
             text.push_plain,
             num_logprobs,
             cumulative_logprob=None if num_logprobs is None else 0.0,
-            num_tokens=seq.num_output_tokens,  # 0, but for a beam's
+            num_tokens=seq.num_output_tokens,  # 0, except for a beam
             repetition=None if wanted is None else RepetitionDetector(wanted, params.min_tokens),
         )
         states.append(state)

@@ -1,10 +1,10 @@
-"""Reference-counted pages of one memory (the device's, or the host's for swapped pages).
+"""Reference-counted pages of the device, or of the host for swapped pages.
 
-It knows neither sequences nor tokens. A page is used (count > 0) or free; a free page that was
-published under a hash keeps its content and can be found again until it is taken. Free pages are
-taken in the order of their freeing, those without a hash first. The surprising decision: eviction
-needs no policy of its own, it falls out of the order of `_free` (least recently freed first).
-What a prompt needs of many pages is one call: a call for each costs more than what it does.
+It knows neither sequences nor tokens. A page is used (count > 0) or free. A free page that was
+published under a hash keeps its content, and can be found until it is taken. There is no separate
+eviction policy: free pages are taken least recently freed first, those without a hash before all
+others, so `_free` is the LRU list.
+Methods take many pages at a time, because a call per page would cost more than its work.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class PagePool:
         return self._counts[page] > 1
 
     def find(self, block_hash: bytes) -> int | None:
-        """The page that holds this block, used or free; None where none does."""
+        """The page with this block, used or free; None if there is none."""
         return self._page_of.get(block_hash)
 
     def hash_of(self, page: int) -> bytes | None:
         return self._hash_of.get(page)
 
     def picture(self, every: int) -> str:
-        """One letter per `every`-th page: "." free, "c" free with content, "u" used, "s" shared."""
+        """A letter for each `every`-th page: "." free, "c" cached, "u" used, "s" shared."""
         pages = range(self._first, self._first + self.num_pages, every)
         counts = self._counts[self._first :: every]
         return "".join(
@@ -59,7 +59,7 @@ class PagePool:
         )
 
     def take(self, num_pages: int) -> list[int]:
-        """The least recently freed pages, for new content. Count 1, their old hashes forgotten."""
+        """Take the least recently freed pages for new content, with count 1 and without a hash."""
         free, counts, hash_of, page_of = self._free, self._counts, self._hash_of, self._page_of
         assert num_pages <= len(free), "take() from an empty pool: the caller must check num_free"
         pages = list(islice(free, num_pages))
@@ -71,15 +71,16 @@ class PagePool:
         return pages
 
     def num_left(self, hashes: Sequence[bytes], num_pages: int) -> int:
-        """Pages that would be free after `hold`, which may revive free ones."""
+        """The number of free pages after a `hold` with these arguments."""
         found = [self._page_of.get(block_hash) for block_hash in hashes]
         num_used = len([page for page in found if page is not None and self._counts[page]])
         return len(self._free) - num_pages + num_used
 
     def hold(self, hashes: Sequence[bytes], num_pages: int) -> tuple[list[int], set[int]]:
-        """The pages of these blocks, and new ones: `num_pages` in all, and those to be filled.
+        """Hold `num_pages` pages: those with these blocks, and new ones. Also returns the set of
+        new ones, which must be filled.
 
-        All that are there are shared first, so that taking new ones cannot evict them.
+        Existing pages are shared first, so that taking new ones cannot evict them.
         """
         found = [self._page_of.get(block_hash) for block_hash in hashes]
         for page in found:
@@ -93,13 +94,13 @@ class PagePool:
         return pages, set(new)
 
     def share(self, page: int) -> None:
-        """One more user of `page`, with its content."""
+        """Add a user of `page`."""
         if self._counts[page] == 0:
             del self._free[page]
         self._counts[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One user less of each. The last one frees it; content under a hash stays findable."""
+        """Remove a user of each page. The last one frees it; its hash stays findable."""
         free, counts, hash_of = self._free, self._counts, self._hash_of
         for page in pages:
             count = counts[page] - 1
@@ -111,7 +112,7 @@ class PagePool:
                     free.move_to_end(page, last=False)
 
     def publish(self, pages: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Make each page findable. Where another holds the same block, that one stays the one."""
+        """Make each page findable by its hash, unless another page has the same block."""
         counts, hash_of, page_of = self._counts, self._hash_of, self._page_of
         for page, block_hash in zip(pages, hashes, strict=True):
             assert counts[page] > 0, f"page {page} published while free"
@@ -122,13 +123,13 @@ class PagePool:
                 hash_of[page] = block_hash
 
     def expire(self, block_hash: bytes) -> None:
-        """The page that holds this block, where one does and is free, is the next to be taken."""
+        """If a free page holds this block, make it the next one to be taken."""
         page = self._page_of.get(block_hash)
         if page is not None and page in self._free:
             self._free.move_to_end(page, last=False)
 
     def forget_all(self) -> None:
-        """Forget every hash (the content of all pages became worthless)."""
+        """Forget all hashes."""
         self._page_of.clear()
         self._hash_of.clear()
 

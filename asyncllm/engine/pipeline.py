@@ -1,25 +1,27 @@
-"""The time structure of the engine: when each verb of a step is called, and not what it does.
+"""The engine's main loop: when each method of a step is called, and nothing of what it does.
 
-    one ahead     host   | plan N+1 | launch N+1 | wait N | finish N | wait, HTTP   | plan N+2 | ...
-                  device |             step N             |          step N+1                  | N+2
+    host   | plan N+1 | launch N+1 | wait N | finish N | wait, HTTP   | plan N+2 | ...
+    device |             step N             |          step N+1                  | N+2
 
-`run_ahead` launches step N+1 before step N's tokens are known on the host, so the device never
-waits for Python. Where rows of step N+1 need those tokens to be sampled (`plan.needs_host`), only
-its forward pass is launched ahead; its sampling follows, prepared while the forward runs:
+`run_ahead` launches step N+1 before the host knows the tokens of step N, so the device never waits
+for Python. If rows of step N+1 are sampled only when those tokens are known (`plan.needs_host`),
+only its forward pass is launched ahead. Its masks are prepared while the forward pass runs, and its
+sampling is launched after them:
 
     host   | plan N+1 | forward N+1 | wait N | finish N | constrain N+1 | wait | plan N+2 | ...
     device |       step N           |      forward N+1              | sample |   forward N+2
 
-Clients get a finished step's tokens at once, or, where the next one must be constrained, meanwhile.
+Clients get the tokens of a finished step at once, or while `constrain` waits for masks.
 
-`run_staged` is for a pipeline of stages: each step has two parts on the device, and belongs to one
-of as many row sets, which are disjoint and planned in turns. Between a step's parts, those of the
-other sets are at work (staged_runner.py); a set's next step is begun before its tokens are known.
+`run_staged` drives a pipeline of stages. Running sequences are divided into as many disjoint row
+sets as there are stages, and the sets are planned in turn. A set's next step begins before its
+tokens are known. A step has two parts on the first stage, and the steps of the other sets run
+between the two (worker/staged_runner.py):
 
     host   | end A | plan A' | begin A' | wait A | finish A | end B | plan B' | begin B' | ...
 
-`run_synchronous`, their twin, finishes each step before it plans the next. They must give the same
-tokens. All are tested with a fake device.
+`run_synchronous` finishes each step before it plans the next, and is the oracle: all three loops
+must produce the same tokens. They are tested with a fake device.
 """
 
 from __future__ import annotations
@@ -29,46 +31,38 @@ from collections import deque
 from typing import Protocol
 
 from asyncllm.step_plan import StepPlan
-from asyncllm.types import StepResult
-
-
-class Launched(Protocol):
-    """A step that the device has been given, all of it or its forward pass."""
-
-    async def wait(self) -> StepResult:
-        """Its tokens. Never blocks the event loop; raises what the device raised."""
-        ...
+from asyncllm.types import LaunchedStep, StepResult
 
 
 class Steps(Protocol):
-    """The verbs of one step, in the order of their use."""
+    """The methods of a step, in the order of their use. `EngineSteps` implements them."""
 
     async def wait_to_plan(self) -> None:
-        """Return when the step in flight leaves just the time to plan and launch the next."""
+        """Return when there is just enough time left to plan and launch the next step."""
         ...
 
     def plan(self) -> StepPlan | None: ...
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         """Give the step to the device; without its sampling if it `needs_host`."""
         ...
 
-    async def constrain(self, plan: StepPlan, launched: Launched) -> None:
-        """Launch the sampling of a step that `needs_host`; all steps before are finished.
+    async def constrain(self, plan: StepPlan, launched: LaunchedStep) -> None:
+        """Launch the sampling of a step that `needs_host`. All steps before it are finished.
 
-        It calls `emit` when nothing more can be done for the device.
+        Calls `emit` while masks are filled, which does not need the GIL.
         """
         ...
 
-    async def end(self, plan: StepPlan, launched: Launched) -> None:
-        """Launch what is left of a step that has two parts; its set's step before is finished."""
+    async def end(self, plan: StepPlan, launched: LaunchedStep) -> None:
+        """Launch the second part of a step, if it has two. Its set's last step is finished."""
         ...
 
     def finish(self, plan: StepPlan, result: StepResult) -> None:
-        """Take its tokens."""
+        """Append the tokens to their sequences, and end sequences."""
         ...
 
     def emit(self) -> None:
-        """Give the clients what was finished, if they have not got it yet."""
+        """Send the finished step's output to clients, unless `constrain` has done so."""
         ...
 
     async def idle(self) -> None:
@@ -77,37 +71,37 @@ class Steps(Protocol):
 
 
 async def run_ahead(steps: Steps) -> None:
-    """Run for ever, one step ahead. Ends by cancellation or by what a verb raises."""
-    in_flight: tuple[StepPlan, Launched] | None = None
+    """Run until cancelled, one step ahead. Raises what a method of `steps` raises."""
+    in_flight: tuple[StepPlan, LaunchedStep] | None = None
     while True:
         if in_flight is not None:
             await steps.wait_to_plan()
         plan = steps.plan()
         launched = (plan, steps.launch(plan)) if plan is not None else None
         if in_flight is not None:
-            before, device_work = in_flight
-            steps.finish(before, await device_work.wait())
+            finished, step = in_flight
+            steps.finish(finished, await step.wait())
         elif launched is None:
             await steps.idle()
         if launched is not None and launched[0].needs_host:
             await steps.constrain(*launched)
         steps.emit()
         in_flight = launched
-        await asyncio.sleep(0)  # even where the device is never behind, HTTP gets its turn
+        await asyncio.sleep(0)  # other tasks run even if the device never keeps us waiting
 
 
 async def run_staged(steps: Steps, num_sets: int) -> None:
-    """Run for ever, a step of each set in flight. Ends as `run_ahead`. num_sets: that `plan` takes
-    in turns."""
-    in_flight: deque[tuple[StepPlan, Launched] | None] = deque([None] * num_sets)
+    """Run until cancelled, with one step of each row set in flight; `plan` takes the sets in
+    turn."""
+    in_flight: deque[tuple[StepPlan, LaunchedStep] | None] = deque([None] * num_sets)
     while True:
         if (before := in_flight.popleft()) is not None:
             await steps.end(*before)
         plan = steps.plan()
         in_flight.append(None if plan is None else (plan, steps.launch(plan)))
         if before is not None:
-            ended, device_work = before
-            steps.finish(ended, await device_work.wait())
+            finished, step = before
+            steps.finish(finished, await step.wait())
             steps.emit()
         elif not any(in_flight):
             await steps.idle()
@@ -115,7 +109,7 @@ async def run_staged(steps: Steps, num_sets: int) -> None:
 
 
 async def run_synchronous(steps: Steps) -> None:
-    """Run for ever, one step at a time: the oracle for `run_ahead`."""
+    """Run until cancelled, one step at a time: the oracle for the other two loops."""
     while True:
         plan = steps.plan()
         if plan is not None:

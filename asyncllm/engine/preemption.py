@@ -1,7 +1,7 @@
-"""A running sequence gives slot and pages back and waits: swapped out, or to be computed again.
+"""Preemption: a running sequence loses its slot and pages and is queued again.
 
-Swapped, its pages and state are copied to the host within the next step; else what it recomputes
-may find its published pages. In mode "auto" the measured cost decides (`SwapCost`).
+It is swapped out, by copies to the host within the next step, or recomputed later, where its pages
+may still be in the prefix cache. In mode "auto" the measured costs decide (`SwapCost`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asyncllm.types import Sequence, SequenceStatus, SwapCost
 
 
 class Preemption:
-    """Works on the scheduler's pages and queue; counts in `stats`."""
+    """Uses the scheduler's pages and queue; counts preemptions in `stats`."""
 
     def __init__(
         self,
@@ -26,17 +26,17 @@ class Preemption:
         mode: PreemptionMode,
         swap_cost: SwapCost | None,
     ) -> None:
-        """`swap_cost`: None swaps whatever can be swapped, in mode "auto"."""
+        """swap_cost: for mode "auto"; None swaps whenever there is room."""
         self._blocks, self._waiting = blocks, waiting
         self._stats, self._mode, self._swap_cost = stats, mode, swap_cost
 
     def preempt(self, seq: Sequence, running: RunningSet, draft: StepDraft) -> None:
-        """Take slot and pages from a member of `running` and put it back into the queue."""
+        """Take slot and pages from a sequence of `running` and queue it."""
         draft.preempted = True
         seq.request.metrics.num_preemptions += 1
         slot, states = seq.slot, self._blocks.states
         running.remove(seq)
-        self._blocks.publish(seq)  # what is recomputed may find it
+        self._blocks.publish(seq)  # recomputing it may hit the prefix cache
         if self._should_swap(seq):
             draft.swap_out += self._blocks.swap_out(seq)
             if states is not None:
@@ -51,7 +51,7 @@ class Preemption:
         self._waiting.add(seq)
 
     def _should_swap(self, seq: Sequence) -> bool:
-        """Whether it can be, and is asked for or costs less time, there and back."""
+        """Whether there is room to swap it, and swapping out and in is faster than recomputing."""
         if self._mode == "recompute" or not self._blocks.can_swap_out(seq):
             return False
         if self._mode == "swap" or self._swap_cost is None:

@@ -1,7 +1,7 @@
-"""The prompts of a step: which go on, how many tokens of each, and who is admitted.
+"""Plans the prompts of a step: which continue, how many tokens of each, and which are admitted.
 
-`StepDraft` is what the scheduler has decided so far of one step. It comes here with its decodes
-planned, and takes prompts as far as its budget, the chunk policy, slots and pages go.
+A `StepDraft` is a step that is being planned. It comes here with its decodes, and gets prompts as
+far as its token budget, the chunk policy, slots and pages allow.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from asyncllm.step_plan import (
 )
 from asyncllm.types import Sequence, SequenceStatus
 
-FREE_PAGES_WATERMARK = 0.01  # fraction of pages kept free at admission, so that decodes can grow
+FREE_PAGES_WATERMARK = 0.01  # share of pages that admission leaves free for running sequences
 
 
 class _StateLists(NamedTuple):
-    """As `StateMoves`."""
+    """The lists that become `StateMoves`."""
 
     swap_out: list[tuple[int, int]]
     save: list[tuple[int, int]]
@@ -43,15 +43,15 @@ class _StateLists(NamedTuple):
 
 @dataclass(slots=True)
 class StepDraft:
-    """`budget`: prompt tokens that the step may still take. The lists become the plan's fields.
+    """budget: tokens that the step may still take. The lists become the plan's fields.
 
-    `to_end`, `shared`: as of chunk_policy's `Room`, the latter less what was taken.
+    to_end, shared: as of `PrefillBudget`; `take` reduces `shared`.
     """
 
     budget: int = 0
     to_end: int = 0
     shared: int = sys.maxsize
-    preempted: bool = False  # then nothing is admitted: memory is short
+    preempted: bool = False  # a sequence was: then none is admitted
     decodes: DecodeBatch = NO_DECODES
     prefills: list[PrefillRow] = field(default_factory=list)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
@@ -66,13 +66,13 @@ class StepDraft:
         return not (self.decodes or self.prefills or self.swap_out or self.states.swap_out)
 
     def init_slot(self, seq: Sequence, block_ids: list[list[int]]) -> None:
-        """All that the device must know of `seq`, which owns a slot and these pages."""
+        """Write the device state of `seq`, which owns a slot and these pages."""
         self.slot_inits.append(
             SlotInit(seq, seq.slot, block_ids, seq.num_computed, list(seq.token_ids))
         )
 
     def take(self, num_tokens: int) -> None:
-        """The next tokens of a prompt."""
+        """Charge tokens of a prompt to the budget."""
         self.shared -= num_tokens
         self.budget = min(self.budget - num_tokens, self.shared)
 
@@ -91,7 +91,7 @@ class StepDraft:
 
 
 class PrefillPlanner:
-    """Works on the scheduler's pages, slots and queue; counts in `stats` what the cache served."""
+    """Uses the scheduler's pages, slots and queue; counts prefix cache hits in `stats`."""
 
     def __init__(
         self,
@@ -111,7 +111,8 @@ class PrefillPlanner:
         self._watermark = int(blocks.device.num_pages * FREE_PAGES_WATERMARK)
 
     def plan(self, draft: StepDraft) -> None:
-        """Forced tokens, prompts that have begun, and, if nobody was preempted, those that wait."""
+        """Add forced tokens and begun prompts, and waiting prompts unless there was a
+        preemption."""
         if self._running.forced:
             self._plan_forced(draft)
         started = self._running.prefilling()
@@ -119,9 +120,9 @@ class PrefillPlanner:
             return
         begun = [seq.num_prefill - seq.num_computed for seq in started]
         num_beside = self._max_num_batched_tokens - draft.budget  # decodes and forced tokens
-        room = self._chunk_policy.room(num_beside, self._num_startable_tokens(), begun)
-        draft.to_end = min(room.to_end, max(0, draft.budget - room.num_tokens))
-        draft.budget, draft.shared = min(draft.budget, room.num_tokens), room.shared
+        limit = self._chunk_policy.budget(num_beside, self._num_startable_tokens(), begun)
+        draft.to_end = min(limit.to_end, max(0, draft.budget - limit.num_tokens))
+        draft.budget, draft.shared = min(draft.budget, limit.num_tokens), limit.shared
         if started and not draft.preempted:
             self._admit_short(draft, started[0])
         for seq in started:
@@ -131,13 +132,14 @@ class PrefillPlanner:
             self._admit_waiting(draft)
 
     def _plan_forced(self, draft: StepDraft) -> None:
-        """In place of decodes, so not within the chunk; what does not fit goes on as a prompt."""
+        """Add forced tokens. They replace decodes, so the chunk does not limit them; what exceeds
+        the step's budget continues as a prompt does."""
         for seq in self._running.take_forced():
             if draft.budget > 0:
                 self._prefill_chunk(seq, draft)
 
     def _num_startable_tokens(self) -> int:
-        """Prompt tokens that wait only for their turn, not for a slot or for pages."""
+        """Waiting prompt tokens for which there are slots and pages."""
         blocks, waiting = self._blocks, self._waiting
         num_startable = min(len(waiting), self._running.num_admissible)
         num_tokens = waiting.num_prompt_tokens * num_startable // max(1, len(waiting))
@@ -145,7 +147,8 @@ class PrefillPlanner:
         return min(num_tokens, num_free_blocks * blocks.block_size)
 
     def _prefill_chunk(self, seq: Sequence, draft: StepDraft) -> None:
-        """Plan as much of a prefill as the budget allows; the last chunk samples (and forks)."""
+        """Add a chunk of a prefill, as large as the budget allows. The last chunk samples, and
+        forks the siblings."""
         start, left = seq.num_computed, seq.num_prefill - seq.num_computed
         if not draft.prefills and draft.budget < left <= draft.budget + draft.to_end:
             draft.budget = left
@@ -172,7 +175,7 @@ class PrefillPlanner:
             sampled.num_in_flight += 1
 
     def _restore_state(self, seq: Sequence, states: StatePool, draft: StepDraft) -> None:
-        """Plan what recurrent layers of an admitted sequence go on from."""
+        """Set the recurrent state that an admitted sequence starts from."""
         host_row = states.leave_host(seq.seq_id)
         if host_row is not None:
             draft.states.swap_in.append((host_row, seq.slot))
@@ -181,7 +184,7 @@ class PrefillPlanner:
             draft.states.restore.append((row, seq.slot))
 
     def _fork(self, seq: Sequence, draft: StepDraft) -> list[Sequence]:
-        """Siblings that share this prompt from here on; those without a slot queue on their own."""
+        """The siblings (n > 1) that share this prompt's pages. Those without a slot are queued."""
         siblings = self._waiting.take_siblings(seq)
         forks = siblings[: self._running.num_free_slots]
         for child in forks:
@@ -199,27 +202,27 @@ class PrefillPlanner:
     # --- admission ---------------------------------------------------------------------------
 
     def _admit_short(self, draft: StepDraft, oldest: Sequence) -> None:
-        """Where a long prompt takes many steps, half of each is for prompts that it finishes."""
+        """While a long prompt takes many steps, reserve half of each for prompts that fit whole."""
         kept = draft.budget - draft.budget // 2
         if oldest.num_prefill - oldest.num_computed > draft.budget:
             draft.budget -= kept
             self._admit_waiting(draft, to_the_end=True)
-            draft.budget = max(draft.budget, 0) + kept  # what they share is no debt of the oldest's
+            draft.budget = max(draft.budget, 0) + kept  # `shared` does not limit the oldest prompt
 
     def _admit_waiting(self, draft: StepDraft, to_the_end: bool = False) -> None:
-        """From the head of the queue. `to_the_end`: only prefills that end in this step."""
+        """Admit from the head of the queue. to_the_end: only prefills that end in this step."""
         while self._waiting and draft.budget > 0 and self._running.num_admissible:
             seq = self._waiting.head
             if seq.num_in_flight > 0:
-                return  # preempted a moment ago: its last token is known after the step in flight
+                return  # just preempted: its last token is known after the step in flight
             if not self._admit(seq, draft, to_the_end):
                 return
             self._waiting.remove(seq)
 
     def _admit(self, seq: Sequence, draft: StepDraft, to_the_end: bool) -> bool:
-        """Admit a sequence, if its known tokens fit; False where not. A swapped one goes on."""
+        """Admit a sequence if there are pages for its known tokens. Whether it was admitted."""
         is_swapped = seq.status is SequenceStatus.SWAPPED
-        # Logprobs of a position need its hidden state, which no page holds.
+        # Prompt logprobs need hidden states, which the prefix cache does not have.
         looks_up = self._blocks.enable_prefix_caching and not (
             is_swapped or seq.owes_prompt_logprobs
         )

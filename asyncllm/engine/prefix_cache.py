@@ -1,7 +1,7 @@
-"""How much of a sequence's beginning is cached, in all groups of layers and in the state memory.
+"""How much of a sequence's prefix is cached, in all cache groups and in the state memory.
 
-It only reads pools: who holds pages and publishes them is block_manager.py. A block that a group
-holds is found by its hash, with the group's number behind it for all groups but the first.
+It only reads the pools; block_manager.py holds and publishes pages. block_table.py describes the
+names of blocks.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class PrefixCache:
         self._windows = [g for g, group in enumerate(groups) if group.window is not None]
 
     def match(self, seq: Sequence) -> int:
-        """How many blocks at the start of `seq` are cached, as far as what follows sees them; its
-        last token is left to compute."""
+        """How many leading blocks of `seq` need not be computed: all that later tokens attend to is
+        cached. At least its last token is left to compute."""
         most = self.num_found(seq)
         while most:
             hole = self._last_hole(seq, most) if self._windows else None
@@ -42,28 +42,28 @@ class PrefixCache:
         return most
 
     def num_found(self, seq: Sequence) -> int:
-        """How many blocks at the start of `seq` have pages in all groups that keep every block."""
+        """How many leading blocks of `seq` have pages in all groups without a window."""
         most = (len(seq.token_ids) - 1) // self._block_size
         if self._full:
-            for i in range(most):  # hashed up to the first miss: a long prompt may never be cached
+            for i in range(most):  # hashes up to the first miss only
                 block_hash = self._hashes.first(seq, i + 1)[i]
                 if self._is_missing(block_hash, self._full):
                     return i
         return most
 
     def has_state(self, seq: Sequence, num_blocks: int) -> bool:
-        """Whether recurrent layers, if there are any, have a snapshot after so many."""
+        """Whether recurrent layers, if any, have a snapshot after `num_blocks`."""
         if self._states is None:
             return True
         return self._states.has(self._hashes.first(seq, num_blocks)[num_blocks - 1])
 
     def hash_at(self, seq: Sequence, num_tokens: int) -> bytes | None:
-        """The hash of the last block that these tokens fill; None where they fill none."""
+        """The hash of the last block that `num_tokens` fill; None if they fill none."""
         num_blocks = num_tokens // self._block_size
         return self._hashes.first(seq, num_blocks)[num_blocks - 1] if num_blocks else None
 
     def _last_hole(self, seq: Sequence, num_blocks: int) -> int | None:
-        """The last block that a window needs after so many, and that is not cached."""
+        """The last block that is not cached, of those that a window needs after `num_blocks`."""
         hashes, end = self._hashes.first(seq, num_blocks), num_blocks * self._block_size
         holes = [
             i
@@ -74,7 +74,7 @@ class PrefixCache:
         return max(holes, default=None)
 
     def _is_missing(self, block_hash: bytes, groups: list[int]) -> bool:
-        """Whether the block is not cached in all of these."""
+        """Whether one of these groups has the block neither on the device nor on the host."""
         for g in groups:
             name = block_hash + bytes((g,)) if g else block_hash
             if self._device.find(name) is None and self._host.find(name) is None:

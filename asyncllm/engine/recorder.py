@@ -1,9 +1,9 @@
-"""The engine's memory of itself: totals since the start and the last minute, once per step.
+"""The engine's statistics: totals since the start, and the last minute. Updated once per step.
 
-A `StatLogger` that is always on. /metrics publishes its totals, `snapshot.py` its last
-minute. Values of many rows (times between tokens) are binned once per step by numpy; nothing here
-is done per token. The last minute is the difference between the totals of now and the copies of
-them (`Mark`) that were taken about once a second: no value is binned twice.
+It is a `StatLogger` that is always active. /metrics publishes the totals, `snapshot.py` the last
+minute. Values of many rows (inter-token latencies) are binned once per step by numpy; nothing is
+done per token. The last minute is the difference between the totals and a copy of them (`Mark`),
+taken about once a second, so no value is binned twice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WINDOW_S = 60.0
 MARK_EVERY_S = 1.0
 TIMELINE_STEPS = 256
 
-# vLLM's buckets, with more of them below 10 ms: so each of its bounds is a bound here too.
+# vLLM's buckets and more below 10 ms, so each of vLLM's bounds is also a bound here.
 TTFT = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5,
         0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
 TOKEN_TIME = (0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.006, 0.007, 0.008, 0.009, 0.01,
@@ -55,24 +55,24 @@ FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 ABORT_CAUSES: tuple[AbortCause, ...] = get_args(AbortCause)
 
 Counts = np.ndarray  # int64 [bins]
-MOST_UNBINNED = 1024  # values: to bin one costs a microsecond, to bin so many 30
+MOST_UNBINNED = 1024  # values; binning one takes 1 us, binning this many 30 us
 
 
 class Histogram:
-    """Takes many values at once, and gives Prometheus buckets or quantiles.
+    """A histogram with Prometheus buckets and quantiles.
 
-    The bins are finer than the published buckets: the buckets' bounds are among the bins' edges, so
-    one binning serves both. Bin i holds edges[i-1] < value <= edges[i], as Prometheus' `le` wants
-    it; the last bin is open. A quantile is right to the width of a bin, 5 % for `latency_edges`.
-    Values are kept as they come, and binned when somebody looks or when there are many.
-    `bounds`: the published buckets, ascending. `edges`: more edges for finer quantiles.
+    Its bins are finer than the published buckets, whose bounds are among the bins' edges. Bin i
+    holds edges[i-1] < value <= edges[i], as Prometheus' `le` demands; the last bin is open. A
+    quantile is exact to the width of a bin: 5 % with `latency_edges`. Values are binned when the
+    histogram is read, or when many have come.
+    bounds: the published buckets, ascending. edges: additional edges for finer quantiles.
     """
 
     def __init__(self, bounds: Sequence[float], edges: Sequence[float] = ()) -> None:
         self.bounds = tuple(float(bound) for bound in bounds)
         self._edges = np.unique(np.array([*self.bounds, *edges]))
         self._edge_list: list[float] = self._edges.tolist()
-        self._last_bins = np.searchsorted(self._edges, self.bounds)  # of each bucket
+        self._last_bins = np.searchsorted(self._edges, self.bounds)  # the last bin of each bucket
         self._counts: Counts = np.zeros(len(self._edges) + 1, np.int64)
         self._total = 0.0
         self._unbinned: list[float] = []
@@ -91,7 +91,7 @@ class Histogram:
 
     @property
     def counts(self) -> Counts:
-        """The count of each bin; not to be changed."""
+        """The count of each bin; do not change it."""
         if self._unbinned:
             self._bin()
         return self._counts
@@ -104,19 +104,19 @@ class Histogram:
         return self._total
 
     def load(self, counts: Sequence[int], total: float) -> None:
-        """Take the counts of another histogram with these edges, in place of its own."""
+        """Replace its counts by those of another histogram with the same edges."""
         self._unbinned.clear()
         self._counts, self._total = np.array(counts, np.int64), total
 
     def cumulative(self) -> list[int]:
-        """Values up to each of `bounds`, and at last all of them."""
+        """The number of values up to each of `bounds`, and then of all values."""
         sums = self.counts.cumsum()
         return [*sums[self._last_bins].tolist(), int(sums[-1])]
 
     def quantiles(self, shares: Sequence[float], counts: Counts) -> list[float]:
-        """The upper edge of the bin that holds each share of `counts`.
+        """The upper edge of the bin that holds each quantile.
 
-        That is `self.counts`, or the difference of two copies. Raises `ValueError` if it is empty.
+        counts: `self.counts`, or the difference of two copies. Raises `ValueError` if it is empty.
         """
         sums = counts.cumsum()
         if not sums[-1]:
@@ -126,14 +126,14 @@ class Histogram:
 
 
 def latency_edges() -> list[float]:
-    """Seconds, from 20 us to ten minutes, each edge 5 % above the one before."""
+    """Bin edges in seconds, from 20 us to ten minutes, in steps of 5 %."""
     first, last = 20e-6, 600.0
     return np.geomspace(first, last, 1 + int(np.log(last / first) / np.log(1.05))).tolist()
 
 
 @dataclass(slots=True, frozen=True)
 class Mark:
-    """The totals at one moment, before what came after it."""
+    """A copy of the totals at some time."""
 
     time: float  # monotonic
     counts: tuple[Counts, ...]  # of `Recorder.windowed`
@@ -158,9 +158,9 @@ class Recorder:
         self.inference_time = Histogram(REQUEST_TIME)
         self.prompt_lengths = Histogram(TOKENS)
         self.generation_lengths = Histogram(TOKENS)
-        self.longest_generations = Histogram(TOKENS)  # of n sequences
+        self.longest_generations = Histogram(TOKENS)  # the longest of n sequences
         self.max_tokens = Histogram(TOKENS)
-        self.computed_lengths = Histogram(TOKENS)  # prompt tokens not from the cache
+        self.computed_lengths = Histogram(TOKENS)  # prompt tokens that were not cached
         self.n = Histogram(N)
         self.iteration_tokens = Histogram(ITERATION_TOKENS)
         self.step_time = {kind: Histogram(STEP_TIME) for kind in StepKind}
@@ -177,14 +177,14 @@ class Recorder:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.generation_tokens = 0
-        self.prefill_tokens = 0  # computed: without cached ones, with recomputed ones
+        self.prefill_tokens = 0  # computed ones: without cached, with recomputed tokens
         self.device_seconds = 0.0
         self.starved_seconds = 0.0
         self.swapped_out_pages = 0
         self.swapped_in_pages = 0
         self.finished: Counter[FinishReason] = Counter()
         self.aborts: Counter[AbortCause] = Counter()
-        # Wall time in each verb of a step: the loop's, but for `constrain`, a thread's.
+        # Wall time of the methods of a step, on the loop; `constrain` in a thread.
         self.host_seconds = dict.fromkeys(("plan", "launch", "finish", "constrain"), 0.0)
         self.timeline: deque[StepRecord] = deque(maxlen=TIMELINE_STEPS)
         self._marks: deque[Mark] = deque()
@@ -204,7 +204,7 @@ class Recorder:
         self.inter_token_latency.observe(*iteration.inter_token_latencies)
         if iteration.step is not None:
             self._record_step(iteration.step)
-            # vLLM's: prompt tokens computed and tokens generated, not tokens of the step's rows.
+            # As in vLLM: computed prompt tokens plus generated tokens.
             num_generated = iteration.num_generation_tokens
             self.iteration_tokens.observe(iteration.step.prefill_tokens + num_generated)
         for request in iteration.finished:
@@ -240,7 +240,7 @@ class Recorder:
     # --- the last minute ---------------------------------------------------------------------
 
     def mark(self, now: float) -> Mark:
-        """The totals as they are. Call it on the loop's thread: its CPU time is one of them."""
+        """The current totals. Call it on the loop's thread, whose CPU time is one of them."""
         return Mark(
             time=now,
             counts=tuple(histogram.counts.copy() for histogram in self.windowed),
@@ -251,7 +251,7 @@ class Recorder:
         )
 
     def mark_since(self, earliest: float) -> Mark | None:
-        """The first mark at or after `earliest`; None where nothing happened since."""
+        """The first mark at or after `earliest`; None if there is none."""
         return next((mark for mark in self._marks if mark.time >= earliest), None)
 
 

@@ -1,10 +1,9 @@
-"""The running sequences: who holds which slot, and the batch of those that decode.
+"""The running sequences: their slots, and the batch of those that decode.
 
-It knows no pages and decides nothing. While the same sequences decode, a step's batch is the one
-before with every position moved by one, and only rows at the start of a block can need a page; so a
-step of 256 rows costs the host a few numpy calls. Where answers are short a row leaves or joins in
-most steps: only that one is looked at, as long as who joins is the youngest.
-Invariant: `check_integrity()`; `seqs` is in order of service.
+It knows no pages and takes no decisions. While the same sequences decode, a step's batch is the
+last one with all positions incremented, so a step of 256 rows costs a few numpy calls. When a
+sequence leaves or joins, only its row is processed, as long as the one that joins is the youngest.
+Invariants: `check_integrity()`; `seqs` is in scheduling order.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ from asyncllm.types import PADDING_SLOT, Sequence, SequenceStatus
 
 
 class RunningSet:
-    """At most as many sequences as there are `slots`. `key`: the order of service. `fair_share`: no
-    more are admitted, of all that run and wait; None where there is no other set."""
+    """Holds at most one sequence per slot. key: the scheduling order. fair_share: the most
+    sequences to admit, if there are other sets; None: no limit."""
 
     def __init__(self, slots: range, key: Callable[[Sequence], tuple[int, int]]) -> None:
         self.slots = slots
         self.fair_share: int | None = None
         self.seqs: list[Sequence] = []
-        self.forced: list[Sequence] = []  # members that got forced tokens since the last plan
-        self._forked: set[Sequence] = set()  # members that may share the page they write to
-        self._rewritten: set[Sequence] = set()  # members that are not as their slots say
-        self._left: set[Sequence] = set()  # who decodes no more, and may be in the batch
-        self._joining: set[Sequence] = set()  # who may decode, and is not in the batch
+        self.forced: list[Sequence] = []  # got forced tokens since the last plan
+        self._forked: set[Sequence] = set()  # may share the page that they write to
+        self._rewritten: set[Sequence] = set()  # their slots' state must be written again
+        self._left: set[Sequence] = set()  # decode no more, but may still be in the batch
+        self._joining: set[Sequence] = set()  # may decode, but are not in the batch yet
         self._key = key
         self._free_slots = deque(slots)
-        self._batch = NO_DECODES  # of the next step, but for who has left or joins
-        self._num_steps_left = 0  # until a member of the batch has sampled its last token
+        self._batch = NO_DECODES  # of the next step, before `_left` and `_joining` are applied
+        self._num_steps_left = 0  # until a sequence of the batch has sampled its last token
 
     @property
     def num_free_slots(self) -> int:
@@ -49,7 +48,7 @@ class RunningSet:
 
     @property
     def is_idle(self) -> bool:
-        """Nobody runs, and the batch knows it."""
+        """No sequence runs, and the batch is empty."""
         return not (self.seqs or self._left)
 
     def add(self, seq: Sequence) -> None:
@@ -59,7 +58,7 @@ class RunningSet:
         self._joining.add(seq)
 
     def remove(self, seq: Sequence) -> None:
-        """`seq` gives its slot back; its new status is the caller's to set."""
+        """Free the slot of `seq`. The caller sets its new status."""
         del self.seqs[bisect_left(self.seqs, self._key(seq), key=self._key)]
         self._forked.discard(seq)
         self._rewritten.discard(seq)
@@ -70,7 +69,7 @@ class RunningSet:
         seq.slot = PADDING_SLOT
 
     def join(self, seq: Sequence) -> None:
-        """A member's prefill is planned to its end: it decodes from the next step on."""
+        """The prefill of `seq` is planned to its end: it decodes from the next step on."""
         self._joining.add(seq)
 
     def _leave(self, seq: Sequence) -> None:
@@ -78,33 +77,33 @@ class RunningSet:
         self._left.add(seq)
 
     def jump_forward(self, seq: Sequence) -> None:
-        """A member that decodes knows more tokens than it has computed: they are a prefill."""
+        """`seq` got forced tokens, which are computed as a prefill."""
         seq.num_prefill = len(seq.token_ids)
         self.forced.append(seq)
-        if seq.request.sampling_params.penalises:  # its slot counts what it decodes from
+        if seq.request.sampling_params.penalises:  # its token counts change without decodes
             self._rewritten.add(seq)
         self._leave(seq)
 
     def in_order(self, seqs: list[Sequence]) -> list[Sequence]:
-        """These members, each once, in order of service."""
+        """These sequences, each once, in scheduling order."""
         return sorted(set(seqs), key=self._key)
 
     @property
     def has_forks(self) -> bool:
-        """Whether a page may be shared that a member writes to next."""
+        """Whether a sequence may write to a shared page next."""
         return bool(self._forked)
 
     def note_fork(self, parent: Sequence, child: Sequence) -> None:
-        """Two members share all pages, until each has decoded once."""
+        """Two sequences share all pages, until each has decoded once."""
         self._forked |= {parent, child}
 
     def take_rewritten(self) -> list[Sequence]:
-        """Members whose slots must be written anew, in order of service."""
+        """Sequences whose slots must be written again, in scheduling order."""
         taken, self._rewritten = self._rewritten, set()
         return sorted(taken, key=self._key)
 
     def take_forced(self) -> list[Sequence]:
-        """Members that got forced tokens since the last call; in order of service."""
+        """Sequences that got forced tokens since the last call, in scheduling order."""
         taken, self.forced = self.in_order(self.forced), []
         return taken
 
@@ -116,13 +115,13 @@ class RunningSet:
     # --- the decode batch --------------------------------------------------------------------
 
     def next_batch(self) -> DecodeBatch:
-        """One token of each that may decode, in order of service; the same until it is taken."""
+        """The decodes of the next step, in scheduling order."""
         if self._left or self._joining or self._num_steps_left == 0:
             self._update()
         return self._batch
 
     def take_batch(self) -> DecodeBatch:
-        """The next batch, as it is after any preemption; its sequences are advanced."""
+        """Take the next batch, after any preemption, and advance its sequences."""
         batch = self.next_batch()
         for seq in batch.seqs:
             seq.num_computed += 1
@@ -134,7 +133,7 @@ class RunningSet:
         return batch
 
     def _update(self) -> None:
-        """Rows that have left, or are at their end, go; whoever may decode joins."""
+        """Remove rows that have left or sampled their last token; add those that join."""
         batch, joining = self._batch, sorted(self._joining, key=self._key)
         overtakes = joining and batch.seqs and self._key(joining[0]) < self._key(batch.seqs[-1])
         if overtakes:
@@ -147,7 +146,7 @@ class RunningSet:
         self._joining.clear()
 
     def _staying(self, batch: DecodeBatch) -> np.ndarray:
-        """bool [rows]"""
+        """Which rows stay: bool [rows]."""
         stays = batch.positions < batch.ends
         for seq in self._left:
             row = bisect_left(batch.seqs, self._key(seq), key=self._key)
@@ -178,5 +177,5 @@ class RunningSet:
 
 
 def may_decode(seq: Sequence) -> bool:
-    """Whether its prefill is planned to its end, and its last token is not."""
+    """Whether its whole prefill is planned, and its last token is not."""
     return seq.num_prefill <= seq.num_computed < seq.num_to_compute

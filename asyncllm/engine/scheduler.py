@@ -1,24 +1,24 @@
-"""Who runs in the next step: continuous batching, chunked prefill, preemption. No torch, no clock.
+"""The scheduler: continuous batching, chunked prefill, preemption. No torch, no clock.
 
-The protocol: `add` requests; `plan` a step and launch it; when its tokens are known, `finish_step`.
-A plan may be made while the step before is in flight: a decode needs only the length of its
-sequence, which is known without the token. `plan` decides, in this order:
+Protocol: `add` requests; `plan` a step and launch it; `finish_step` when its tokens are known. A
+step may be planned while the one before is in flight, as a decode depends on the length of its
+sequence only, which is known without the token. `plan` schedules, in this order:
 
-  1. one token for each running sequence that decodes, by priority and age; where no page is left,
-     the youngest is preempted: swapped out, or computed again later
-  2. the forced tokens of running sequences: known, to be computed in one go
-  3. prompts, as far as the step's budget goes: those that have begun, then, if nobody was
-     preempted, those that wait, as long as slots and pages last
+  1. one token of each decoding sequence, by priority and age. When pages run out, the youngest
+     sequence is preempted: swapped out, or recomputed later
+  2. forced tokens of running sequences (jump-forward), as a prefill
+  3. prompts, within the step's token budget: first those that have begun, then waiting ones, unless
+     a sequence was preempted, and as long as there are slots and pages
 
-Beside decodes the budget is a chunk (chunk_policy.py), so that no token waits long for a
-neighbour's prompt. A step's prompt blocks are found by the plans after it, before it is done, and a
-sequence that finished is freed at once although a step in flight may still write for it: steps run
-in the order of their launch.
+In steps with decodes the budget is a chunk (chunk_policy.py), so that no stream stalls for another
+request's prompt. Steps run in the order of their launch. So the prompt blocks of a launched step
+are in the prefix cache for the next plan already, and a finished sequence is freed at once,
+although a step in flight may still write to its pages.
 
-For a pipeline of several stages there are as many running sets, of disjoint rows and slots, over
-one queue and one page pool. They are planned in turns: while a step of one is in flight, those of
-the others are planned, launched and finished. What is preempted is the youngest of all.
-Invariant: `check_integrity()`; with no live request `check_empty()`.
+With pipeline stages there is one running set per stage, over one queue and one page pool. The sets
+have disjoint rows and slots and are planned in turn: while a step of one set is in flight, steps of
+the others are planned, launched and finished. Preemption takes the youngest sequence of all sets.
+Invariants: `check_integrity()`, and `check_empty()` when no request is live.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from asyncllm.outputs import FinishReason
 from asyncllm.step_plan import PrefillRow, StepPlan
 from asyncllm.types import Request, Sequence, SequenceStatus, StepResult, SwapCost, TokenUpdate
 
-PUBLISHED_BLOCKS = 16  # of an answer at a time, and the rest at its end
-SAVED_BLOCKS = 4  # of an answer, between snapshots of states: a copy costs a decode's traffic
+PUBLISHED_BLOCKS = 16  # an answer's blocks enter the prefix cache so many at a time, and at its end
+SAVED_BLOCKS = 4  # between snapshots of an answer's recurrent states; a copy costs as a decode does
 
 
 class Scheduler:
-    """Owns every live sequence. `max_num_seqs` slots, numbered from 1."""
+    """Owns all live sequences. There are `max_num_seqs` slots, numbered from 1."""
 
     def __init__(
         self,
@@ -57,9 +57,9 @@ class Scheduler:
         totals: SchedulerStats | None = None,
         num_sets: int = 1,
     ) -> None:
-        """`totals`: those of a scheduler that this one replaces, to count on from.
-        `swap_cost`: None swaps whatever can be swapped, in mode "auto".
-        `num_sets`: of running sequences, at most; each has a slot at least.
+        """totals: the counts of a scheduler that this one replaces, to continue from.
+        swap_cost: in mode "auto"; None swaps whenever there is room.
+        num_sets: the most running sets; each has at least one slot.
         """
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(
@@ -73,7 +73,7 @@ class Scheduler:
         ends = [*starts[1:], max_num_seqs + 1]
         self.sets = [RunningSet(range(*each), self._key) for each in zip(starts, ends, strict=True)]
         self._turn = 0
-        self.running = self.sets[0]  # the set whose turn it is, or was
+        self.running = self.sets[0]  # the set that was planned last, or is being planned
         self._requests: dict[str, Request] = {}
         self._by_priority = policy == "priority"
         self._stats = totals or SchedulerStats()
@@ -85,7 +85,7 @@ class Scheduler:
         ]
         self._preemption = Preemption(blocks, self.waiting, self._stats, preemption_mode, swap_cost)
         self._next_step_id = 0
-        self._unpublished: tuple[PrefillRow, ...] = ()  # of the last plan
+        self._unpublished: tuple[PrefillRow, ...] = ()  # of the last plan, not in the cache yet
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -94,11 +94,11 @@ class Scheduler:
         return len(self._requests)
 
     def set_of(self, seq: Sequence) -> RunningSet:
-        """Whose member a running sequence is."""
+        """The set that a running sequence belongs to."""
         return self.sets[(seq.slot - 1) // self._set_size]
 
     def add(self, request: Request) -> None:
-        """Queue a request. With n > 1 its first sequence computes the prompt for all."""
+        """Queue a request. With n > 1 its first sequence computes the prompt, the others fork."""
         assert request.request_id not in self._requests, f"request {request.request_id} twice"
         self._requests[request.request_id] = request
         first, *siblings = request.sequences
@@ -107,7 +107,7 @@ class Scheduler:
         self.waiting.add(first)
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> Request | None:
-        """End a request at any point of its life; None where it is not live."""
+        """End a request, queued or running. None if it is not live."""
         request = self._requests.get(request_id)
         if request is not None:
             for seq in request.sequences:
@@ -118,7 +118,7 @@ class Scheduler:
     def finish(
         self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None
     ) -> None:
-        """End one sequence; its slot and pages are free at once."""
+        """End one sequence and free its slot and pages."""
         assert seq.status is not SequenceStatus.FINISHED, f"sequence {seq.seq_id} ended twice"
         if seq.status is SequenceStatus.RUNNING:
             self.set_of(seq).remove(seq)
@@ -134,13 +134,13 @@ class Scheduler:
     # --- a step's plan ------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
-        """The next step, its sequences advanced as if it were done; None where there is nothing to
-        do for the set whose turn it is."""
+        """The next step; its sequences advance as if it were done. None if there is nothing to do,
+        with several sets for the set whose turn it is."""
         self.publish_planned()
         if len(self.sets) > 1:
             self._take_turns()
         draft = StepDraft(self._max_num_batched_tokens)
-        if not self.running.is_idle:  # a first prompt waits for nothing that is not its own
+        if not self.running.is_idle:  # a shortcut on the way to a first token
             self._plan_decodes(draft)
         self._prefills[self._turn].plan(draft)
         if draft.empty:
@@ -151,27 +151,29 @@ class Scheduler:
         return plan
 
     def _take_turns(self) -> None:
-        """The next set plans. It has no more than its share of all, so that the sets are equal."""
+        """Switch to the next set. It admits up to its share of all sequences, so that the sets stay
+        of equal size."""
         self._turn = (self._turn + 1) % len(self.sets)
         self.running = self.sets[self._turn]
         num_live = sum(len(each.seqs) for each in self.sets) + len(self.waiting)
         self.running.fair_share = -(-num_live // len(self.sets))
 
     def publish_planned(self) -> None:
-        """Have the next plans find what the last one computes of prompts."""
+        """Put the last plan's prompt blocks into the prefix cache, for the plans from here on."""
         if self.blocks.states is not None:
             self.blocks.states.publish_written()
         rows, self._unpublished = self._unpublished, ()
         for row in rows:
-            if row.seq.status is SequenceStatus.RUNNING:  # who ends is published then
+            if row.seq.status is SequenceStatus.RUNNING:  # `finish` has done it for the others
                 self.blocks.publish(row.seq)
 
     def _plan_decodes(self, draft: StepDraft) -> None:
-        """One token of each that decodes; the youngest are preempted while pages are short."""
+        """One token of each decoding sequence; preempts the youngest ones while pages are short."""
         blocks, running, batch = self.blocks, self.running, self.running.next_batch()
-        # A page is full, or (right after a fork) shared: the rest of the rows need no look.
+        # Only rows whose page is full need another; right after a fork, those with shared pages
+        # too.
         seqs = batch.seqs if running.has_forks else batch.at_block(blocks.block_size, 0)
-        # Of a prompt that goes on, what its windows leave behind is exchanged for what comes next.
+        # A prefill with windows frees the pages it has passed and takes pages for its next chunk.
         moving = running.prefilling() if blocks.windows else []
         is_short = len(seqs) * blocks.num_groups > blocks.device.num_free
         if running.has_forks or running.forced or moving or is_short:
@@ -192,9 +194,10 @@ class Scheduler:
         draft.budget -= len(draft.decodes)
 
     def _take_pages(self, seq: Sequence, draft: StepDraft) -> None:
-        """Pages for the next tokens of `seq`, or its own preemption where it is the youngest.
+        """Reserve pages for the next tokens of `seq`; preempts others for it, or `seq` itself if it
+        is the youngest.
 
-        All or none: what was taken in a step cannot be swapped out by the same step.
+        It takes all pages or none, as a step cannot swap out pages that it has just allocated.
         """
         blocks, end = self.blocks, max(seq.num_computed + 1, seq.num_prefill)
         left_behind = blocks.trim(seq)
@@ -204,7 +207,7 @@ class Scheduler:
             self._preemption.preempt(victim, self.set_of(victim), draft)
             if victim is seq:
                 return
-            missing = blocks.missing_blocks(seq, end)  # the victim may have left a shared page
+            missing = blocks.missing_blocks(seq, end)  # shared pages became its own
         appends, copies = blocks.reserve(seq, missing)
         draft.page_appends += left_behind + appends
         draft.page_copies += copies
@@ -212,9 +215,9 @@ class Scheduler:
     # --- a step's tokens ---------------------------------------------------------------------
 
     def finish_step(self, plan: StepPlan, result: StepResult) -> list[TokenUpdate]:
-        """Take a finished step's tokens. Sequences that are over are finished and freed here.
+        """Append a finished step's tokens; sequences that stop are finished and freed.
 
-        Rows of sequences that ended or got forced tokens while the step was in flight are dropped.
+        Ignores rows of sequences that ended, or jumped forward, while the step was in flight.
         """
         num_published = PUBLISHED_BLOCKS * self.blocks.block_size
         for seq in plan.decodes.at_block(num_published, num_published - 1):
@@ -239,10 +242,10 @@ class Scheduler:
         return updates
 
     def jump_forward(self, seq: Sequence, token_ids: list[int]) -> list[TokenUpdate]:
-        """Append tokens that must come, the first of them for the one sample in flight.
+        """Append forced tokens, the first in place of the one sample in flight, which is ignored.
 
-        That sample will be dropped; the tokens are computed as a prefill of the next plans. Fewer
-        than `token_ids` where the sequence ends by one of them.
+        The next plans compute them as a prefill. Returns fewer than `token_ids` if the sequence
+        stops at one of them.
         """
         assert seq.num_in_flight == 1, f"sequence {seq.seq_id}: {seq.num_in_flight} in flight"
         seq.num_in_flight, seq.num_to_drop = 0, seq.num_to_drop + 1
@@ -257,7 +260,7 @@ class Scheduler:
         return updates
 
     def _check_stop(self, seq: Sequence, token_id: int) -> None:
-        """End it where its last token, or its length, says so."""
+        """Finish `seq` if its last token is a stop token, or its length the limit."""
         request = seq.request
         num_output = len(seq.token_ids) - len(request.prompt_token_ids)
         may_stop = num_output >= request.sampling_params.min_tokens or seq.constraint is not None
@@ -267,17 +270,17 @@ class Scheduler:
         elif num_output >= request.max_tokens:
             self.finish(seq, "length")
 
-    # --- books -------------------------------------------------------------------------------
+    # --- order, counts, invariants -----------------------------------------------------------
 
     def _key(self, seq: Sequence) -> tuple[int, int]:
-        """Order of service: priority, then age. A preempted sequence keeps its place."""
+        """Scheduling order: priority, then age. A preempted sequence keeps its place."""
         return (seq.request.priority if self._by_priority else 0, seq.seq_id)
 
     def stats(self) -> SchedulerStats:
-        """The running totals, with the gauges brought up to date."""
+        """The running totals and current gauges."""
         stats, blocks = self._stats, self.blocks
         stats.num_running = sum(len(each.seqs) for each in self.sets)
-        swapped = self.blocks.host.num_used > 0  # spares a walk over a long queue per step
+        swapped = self.blocks.host.num_used > 0  # saves a walk over the queue in most steps
         waiting = self.waiting if swapped else ()
         stats.num_swapped = sum(seq.status is SequenceStatus.SWAPPED for seq in waiting)
         stats.num_waiting = len(self.waiting) - stats.num_swapped
@@ -287,7 +290,7 @@ class Scheduler:
         return stats
 
     def check_integrity(self) -> None:
-        """Assert what must hold between any two calls."""
+        """Assert the invariants that hold between any two calls."""
         self.blocks.check_integrity()
         for each in self.sets:
             each.check_integrity()

@@ -1,9 +1,9 @@
-"""`Snapshot`: everything a live view of the engine shows, in one JSON-able record.
+"""`Snapshot`: all that a live view of the engine shows, in one record that can be JSON.
 
-Taken by `AsyncLLMEngine.snapshot()` in about 0.15 ms on the loop, whatever the load; it reads what
-is counted anyway and changes nothing. `orjson.dumps(snapshot)` renders it. Percentiles and
-per-second rates are None (rates 0) where nothing happened in their window. Totals count from the
-start of the engine: the difference of two snapshots gives a rate over any other window.
+`AsyncLLMEngine.snapshot()` takes one in about 0.15 ms on the loop, whatever the load. It only reads
+what is counted anyway. `orjson.dumps(snapshot)` renders it. Percentiles are None, and rates 0, if
+nothing happened in their window. Totals count from the start of the engine, so the difference of
+two snapshots gives a rate over any window.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_PAGE_CELLS = 1024
 
 @dataclass(slots=True, frozen=True)
 class Percentiles:
-    """Milliseconds, over the last minute; None of nothing. Right to 5 %."""
+    """Milliseconds over the last minute, exact to 5 %; None without values."""
 
     count: int
     p50_ms: float | None = None
@@ -35,7 +35,7 @@ class Percentiles:
 
 @dataclass(slots=True, frozen=True)
 class Latencies:
-    """The last minute's. `queue`, `e2e`, `time_per_output_token` count finished requests."""
+    """The last minute's. `queue`, `e2e`, `time_per_output_token` are of finished requests."""
 
     time_to_first_token: Percentiles
     inter_token: Percentiles
@@ -47,12 +47,12 @@ class Latencies:
 
 @dataclass(slots=True, frozen=True)
 class Rates:
-    """Over the last 5 s. `prefill_tokens_per_s` counts computed tokens, not cached ones."""
+    """Over the last 5 s. `prefill_tokens_per_s` counts computed tokens only."""
 
     generation_tokens_per_s: float
     prefill_tokens_per_s: float
     device_busy_share: float  # 0 .. 1
-    host_us_per_token: float | None  # CPU time of the event loop's thread, everything included
+    host_us_per_token: float | None  # total CPU time of the event loop's thread
 
 
 @dataclass(slots=True, frozen=True)
@@ -60,7 +60,7 @@ class Totals:
     """Since the start of the engine."""
 
     prompt_tokens: int
-    cached_tokens: int  # of the prompts, from the prefix cache
+    cached_tokens: int  # prompt tokens from the prefix cache
     generation_tokens: int
     finished: dict[str, int]  # by reason: stop, length, abort, error
     prefix_cache_queries: int
@@ -71,9 +71,9 @@ class Totals:
 
 @dataclass(slots=True, frozen=True)
 class Pages:
-    """The KV cache. `cells` is its picture: one letter for every `pages_per_cell`-th page.
+    """The KV cache. cells: a letter for every `pages_per_cell`-th page.
 
-    "." free, "c" free but with content that the prefix cache may find, "u" used, "s" shared.
+    "." free, "c" free but in the prefix cache, "u" used, "s" shared.
     """
 
     num_pages: int
@@ -87,7 +87,7 @@ class Pages:
 @dataclass(slots=True, frozen=True)
 class Snapshot:
     time: float  # Unix seconds
-    monotonic: float  # the clock of the steps' `start`
+    monotonic: float  # by the clock of the steps' `start`
     running: int
     waiting: int
     swapped: int
@@ -99,9 +99,9 @@ class Snapshot:
 
 
 def take_snapshot(replicas: Sequence[Replica], last_steps: int) -> Snapshot:
-    """One snapshot of all these together, on the loop's thread. Steps are sorted by their start."""
+    """A snapshot of all replicas together. Call it on the loop's thread."""
     for replica in replicas:
-        replica.observe()  # an answer that has been given is in it
+        replica.observe()  # includes all output that clients have
     now = time.monotonic()
     recorders = [replica.recorder for replica in replicas]
     stats = [replica.stats() for replica in replicas]
@@ -122,7 +122,7 @@ def take_snapshot(replicas: Sequence[Replica], last_steps: int) -> Snapshot:
 
 def _pages(replicas: Sequence[Replica], stats: Sequence[SchedulerStats]) -> Pages:
     num_pages = sum(each.num_pages for each in stats)
-    # Each replica's last cell may be a part of one.
+    # Each replica's last cell may be incomplete.
     every = max(-(-num_pages // (MAX_PAGE_CELLS - len(replicas) + 1)), 1)
     return Pages(
         num_pages=num_pages,
@@ -145,11 +145,11 @@ def _last_steps(recorders: Sequence[Recorder], count: int) -> list[StepRecord]:
 
 
 def _rates(now: Sequence[Mark], since: Sequence[Mark | None]) -> Rates:
-    """The device's share is the mean of all devices'."""
+    """device_busy_share is the mean of all devices."""
     pairs = [(a, b) for a, b in zip(now, since, strict=True) if b is not None]
     if not pairs:
         return Rates(0.0, 0.0, 0.0, None)
-    # The first instant after a pause is no rate.
+    # A shorter time after a pause would give no meaningful rate.
     spans = [max(a.time - b.time, 1.0) for a, b in pairs]
     num_generated = [a.generation_tokens - b.generation_tokens for a, b in pairs]
     num_prefilled = [a.prefill_tokens - b.prefill_tokens for a, b in pairs]

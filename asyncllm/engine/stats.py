@@ -1,6 +1,6 @@
-"""The records that observers get, once per finished step and never per token.
+"""The records that observers get once per finished step, never per token.
 
-The records carry vLLM's meanings; `recorder.py` adds them up, /metrics publishes them.
+They mean the same as in vLLM. `recorder.py` adds them up, /metrics publishes them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from asyncllm.outputs import FinishReason
 
-if TYPE_CHECKING:  # numpy is behind it, and --help prints no step
+if TYPE_CHECKING:  # it imports numpy, which --help does not need
     from asyncllm.step_plan import StepKind
 
 AbortCause = Literal["application", "disconnect", "slow_reader", "shutdown", "server_error"]
@@ -18,13 +18,13 @@ AbortCause = Literal["application", "disconnect", "slow_reader", "shutdown", "se
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Gauges and running totals, read at any time."""
+    """Gauges and running totals. May be read at any time."""
 
     num_running: int = 0
     num_waiting: int = 0
     num_swapped: int = 0
-    num_pages: int = 0  # the padding page not counted
-    num_groups: int = 1  # of layers, in each of which a block takes a page
+    num_pages: int = 0  # without the padding page
+    num_groups: int = 1  # cache groups; a block takes a page in each
     num_used_pages: int = 0
     num_host_pages: int = 0
     num_used_host_pages: int = 0
@@ -40,7 +40,7 @@ class SchedulerStats:
 
 @dataclass(slots=True, frozen=True)
 class FinishedRequestStats:
-    """One request at its end. Times in seconds; None where the stage was never reached."""
+    """A finished request. Times in seconds; None if the stage was not reached."""
 
     request_id: str
     finish_reason: FinishReason  # of its first sequence
@@ -60,35 +60,35 @@ class FinishedRequestStats:
 
 @dataclass(slots=True)
 class StepRecord:
-    """One finished step, as the device saw it and as the host paid for it. Times in seconds."""
+    """A finished step, with times on the device and on the host in seconds."""
 
     step_id: int
     kind: StepKind
     rows: int  # decodes and prefill chunks
-    tokens: int  # computed by them
-    prefill_tokens: int  # of these, in prefill chunks
-    start: float  # the device began, time.monotonic()
+    tokens: int  # computed tokens
+    prefill_tokens: int  # computed tokens of prefill chunks
+    start: float  # when the device began, by time.monotonic()
     duration: float  # on the device
-    launch_lead: float | None  # end of the step before minus launch; None after idleness
-    starved: float  # the device stood still before it, with work at hand
+    launch_lead: float | None  # end of the step before minus launch; None after an idle time
+    starved: float  # idle time of the device before it, although there was work
     num_swap_out: int = 0  # pages
     num_swap_in: int = 0
 
 
 @dataclass(slots=True)
 class IterationStats:
-    """Tokens, latencies and ends of requests that one step brought."""
+    """Tokens, latencies and finished requests of one step."""
 
-    num_prompt_tokens: int = 0  # of the requests whose first token this step gave
-    num_cached_tokens: int = 0  # of these, taken from the prefix cache
+    num_prompt_tokens: int = 0  # of requests that got their first token in this step
+    num_cached_tokens: int = 0  # the part of these from the prefix cache
     num_generation_tokens: int = 0
     time_to_first_tokens: list[float] = field(default_factory=list)
     inter_token_latencies: list[float] = field(default_factory=list)
     finished: list[FinishedRequestStats] = field(default_factory=list)
-    step: StepRecord | None = None  # None for what happened between steps: aborts
+    step: StepRecord | None = None  # None for events between steps, such as aborts
 
 
 class StatLogger(Protocol):
-    """An observer; it must not block. One that raises gets no more."""
+    """An observer. It must not block; if it raises, it gets no more records."""
 
     def record(self, scheduler: SchedulerStats, iteration: IterationStats) -> None: ...

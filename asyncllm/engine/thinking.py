@@ -1,12 +1,12 @@
-"""At most so many tokens of reasoning: `thinking_token_budget`, by the tokens that mark reasoning.
+"""`thinking_token_budget`: limits the reasoning tokens of an answer by forcing the end marker.
 
     prompt          output
     ... <think>\n | a b c </think> the answer      budget 4: "\n", a, b and c count, then the end
-                          ^ forced                  is forced, whatever the model would have said
+                          ^ forced                  marker is forced
 
-Reasoning is open from the start marker, in the prompt or in the output, to the end marker; all its
-parts in one answer share the budget. Where a marker is several tokens, only the ids that its text
-encodes to by itself are recognised. A grammar that knows no end of reasoning is not broken by one.
+Reasoning lasts from the start marker, in the prompt or in the output, to the end marker; all its
+parts in one answer share the budget. A marker of several tokens is recognised only as the ids that
+its text alone encodes to. A grammar that does not allow the end marker takes precedence.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from asyncllm.config import EngineConfig
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.formats import resolve
 
-MAX_TOKENS_AFTER_END = 2  # a template writes line breaks after an end that it writes itself
+MAX_TOKENS_AFTER_END = 2  # line breaks that a template writes after an end marker of its own
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningTokens:
-    """The ids that begin and end reasoning, neither of them empty.
+    """The token ids of the start and end markers, both nonempty.
 
-    `assumed`: it is open where the prompt does not close it, as the model leaves out `start`.
+    assumed: the model omits `start`, so reasoning is open unless the prompt closes it.
     """
 
     start: tuple[int, ...]
@@ -32,7 +32,7 @@ class ReasoningTokens:
     assumed: bool = False
 
     def num_open(self, prompt_ids: list[int]) -> int | None:
-        """Tokens of the reasoning that `prompt_ids` leave open; None where they leave none open."""
+        """The number of reasoning tokens if `prompt_ids` end within reasoning, else None."""
         last = {self.start[-1], self.end[-1]}
         for after in range(len(prompt_ids), 0, -1):
             if prompt_ids[after - 1] not in last:
@@ -46,7 +46,7 @@ class ReasoningTokens:
 
 
 def reasoning_tokens(config: EngineConfig, tokenizer: Tokenizer | None) -> ReasoningTokens | None:
-    """How this model marks its reasoning; None where that is not known."""
+    """The markers of this model's reasoning; None if they are not known."""
     if tokenizer is None:
         return None
     found = resolve(
@@ -64,22 +64,22 @@ def reasoning_tokens(config: EngineConfig, tokenizer: Tokenizer | None) -> Reaso
 
 
 class ThinkingBudget:
-    """Forces the end of reasoning in one sequence that has thought enough. Linear in its tokens."""
+    """Forces the end marker in a sequence that has used its budget. Linear in its tokens."""
 
     __slots__ = ("_begin", "_is_open", "_num_left", "_num_read", "_tokens")
 
     def __init__(
         self, tokens: ReasoningTokens, budget: int, num_prompt: int, num_open: int | None
     ) -> None:
-        """`num_open`: what `tokens` say of the prompt of `num_prompt` ids."""
+        """num_open: `tokens.num_open` of the prompt, which has `num_prompt` ids."""
         self._tokens = tokens
         self._is_open = num_open is not None
         self._num_left = budget - (num_open or 0)
         self._num_read = num_prompt
-        self._begin = num_prompt  # of what the next marker may consist of: no token is of two
+        self._begin = num_prompt  # where the next marker may begin: markers do not overlap
 
     def next_token(self, token_ids: list[int]) -> int | None:
-        """The token that must follow `token_ids`, prompt and all; None where the model decides."""
+        """The token that must follow `token_ids`, prompt included; None if the model decides."""
         while self._num_read < len(token_ids):
             self._num_read += 1
             self._read(token_ids)
@@ -90,21 +90,21 @@ class ThinkingBudget:
         return end[num_there]
 
     def _read(self, token_ids: list[int]) -> None:
-        """Take the last of the first `_num_read` tokens."""
+        """Process the last of the first `_num_read` tokens."""
         self._num_left -= self._is_open
         marker = self._tokens.end if self._is_open else self._tokens.start
         if self._has(token_ids, marker):
             self._begin = self._num_read
             if self._is_open:
-                self._num_left += len(marker)  # the end itself is no reasoning
+                self._num_left += len(marker)  # the end marker does not count
             self._is_open = not self._is_open
 
     def _has(self, token_ids: list[int], marker: tuple[int, ...]) -> bool:
-        """Whether what was read since the last marker ends with this one."""
+        """Whether the tokens since the last marker end with this one."""
         is_long_enough = self._num_read - self._begin >= len(marker)
         return is_long_enough and _ends_with(token_ids, self._num_read, marker)
 
 
 def _ends_with(ids: list[int], after: int, marker: tuple[int, ...]) -> bool:
-    """Whether `ids[:after]` ends with it."""
+    """Whether `ids[:after]` ends with the marker."""
     return after >= len(marker) and tuple(ids[after - len(marker) : after]) == marker

@@ -1,8 +1,8 @@
-"""The sequences that wait for a slot: new ones, and those that were preempted.
+"""The sequences that wait for a slot: new and preempted ones.
 
-In order of service, which is the scheduler's `key`: a preempted sequence keeps its place. It counts
-the prompt tokens that wait, because the step's chunk depends on them. Beside the queue it holds
-back the siblings (n > 1) of a prompt whose first sequence computes it for all.
+They are in scheduling order, by the scheduler's `key`: a preempted sequence keeps its place. The
+queue counts its prompt tokens, as the chunk of a step depends on them. It also holds back siblings
+(n > 1), until the first sequence of their request has computed the prompt.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class WaitingQueue:
         self._seqs: list[Sequence] = []
         self._key = key
         self._siblings: dict[str, list[Sequence]] = {}  # by request
-        self.num_prompt_tokens = 0  # of all, whatever part the prefix cache or the host holds
+        self.num_prompt_tokens = 0  # of all sequences, cached tokens included
 
     @property
     def head(self) -> Sequence:
@@ -31,7 +31,7 @@ class WaitingQueue:
         self.num_prompt_tokens += len(seq.request.prompt_token_ids)
 
     def remove(self, seq: Sequence) -> None:
-        """Take `seq` out of the queue, or out of those held back."""
+        """Remove `seq` from the queue, or from the siblings held back."""
         siblings = self._siblings.get(seq.request.request_id, [])
         if seq in siblings:
             siblings.remove(seq)
@@ -42,12 +42,12 @@ class WaitingQueue:
         self.num_prompt_tokens -= seq.num_prompt_tokens
 
     def hold_back(self, siblings: list[Sequence]) -> None:
-        """Sequences of one request, until `take_siblings`."""
+        """Hold sequences of a request back until `take_siblings`."""
         for seq in siblings:
             self._siblings.setdefault(seq.request.request_id, []).append(seq)
 
     def take_siblings(self, seq: Sequence) -> list[Sequence]:
-        """Those that were held back for the prompt of `seq`."""
+        """The siblings of `seq` that were held back."""
         return self._siblings.pop(seq.request.request_id, [])
 
     def held_back(self) -> list[Sequence]:

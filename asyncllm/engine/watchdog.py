@@ -1,10 +1,9 @@
-"""Health by progress: with live requests, steps must finish.
+"""The watchdog: while requests are live, steps must finish.
 
-A thread of its own looks once a second, since what stalls may be the event loop itself. Where no
-step has finished for `patience_seconds` although requests live, `stalled` says so (and /health with
-it) and the state of the process goes to a file, once per stall: the stacks of all threads and
-tasks, and what the engine says of its queue and pages. No prompt and no text is in it. The next
-finished step ends the stall.
+Its thread checks once a second, as the event loop itself may be what stalls. If no step finishes
+for `patience_seconds` although requests are live, `stalled` is set, /health fails, and the state of
+the process is written to a file, once per stall: stacks of all threads and tasks, and the state of
+queue and pages, without prompts or text. The next finished step ends the stall.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ INTERVAL_SECONDS = 1.0
 
 
 class Watchdog:
-    """Made on the loop that it watches. `describe` must be safe to call from another thread."""
+    """Must be created on the loop that it watches. `describe` is called from another thread."""
 
     def __init__(
         self, patience_seconds: float, num_live: Callable[[], int], describe: Callable[[], str]
@@ -35,7 +34,7 @@ class Watchdog:
         self._num_live = num_live
         self._describe = describe
         self._loop = asyncio.get_running_loop()
-        self._has_stepped = False  # since the last look
+        self._has_stepped = False  # since the last check
         self._progress_time = time.monotonic()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="asyncllm-watchdog", daemon=True)
@@ -49,7 +48,7 @@ class Watchdog:
         self._thread.join()
 
     def check(self, now: float) -> None:
-        """Look once; `now` in seconds of a monotonic clock."""
+        """Check once. now: monotonic seconds."""
         if self._has_stepped or not self._num_live():
             self._has_stepped = False
             self._progress_time = now

@@ -1,8 +1,8 @@
-"""One model family's format of reasoning and tool calls: data only.
+"""Records that describe a model family's format of reasoning and tool calls.
 
-One parser (`parser.py`) and one grammar writer (`call_grammar.py`) are driven by these records; a
-new family is a new record in `families.py`. Markers are spelt with the white space that the models
-write beside them. A reader does without: it ignores white space between one marker and the next.
+The parser (`parser.py`) and the grammar writer (`call_grammar.py`) interpret them; a new family is
+a new record in `families.py`. Markers include the white space that models write beside them. The
+parser strips it, and ignores white space between markers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Markers = tuple[str, ...]
 class ReasoningMarks:
     """The markers around the reasoning that precedes content.
 
-    `assumed`: it is open where the prompt neither opened nor closed it, as the family's models
-    may leave `begin` out.
+    assumed: an answer begins with reasoning if the prompt neither opened nor closed it, as models
+    of the family may omit `begin`.
     """
 
     begin: str
@@ -28,26 +28,26 @@ class ReasoningMarks:
 
 @dataclass(frozen=True, slots=True)
 class JsonCall:
-    """A JSON object that holds the name and the arguments, in any order.
+    """A JSON object with the name and the arguments, in any order.
 
-    `bare`: no marker says that it is a call, so it is none if other keys are in it, and its brace
-    stands in `call_begin`. `name_is_key`: it is {name: arguments}.
+    bare: no marker precedes the call, so an object with other keys is no call, and `call_begin`
+    contains its brace. name_is_key: the object is {name: arguments}.
     """
 
     name_keys: Markers = ("name",)
     argument_keys: Markers = ("arguments", "parameters")
     bare: bool = False
     name_is_key: bool = False
-    id_key: str = ""  # before the name stands the call's number
+    id_key: str = ""  # key of the call's number, before the name
 
 
 @dataclass(frozen=True, slots=True)
 class NamedJson:
     """The name, then the arguments as a JSON object.
 
-    `name_end` may be missing where the object follows at once. `prefix` is written before the
-    name. `numbered`: ":0" follows it and counts the calls, and prefix, name and number together
-    are the call's id. `id_begin`: the call's id may be written after this.
+    name_end: models may omit it before the object. prefix: written before the name. numbered: the
+    name is followed by ":0", which counts the calls; prefix, name and number are the call's id.
+    id_begin: the call's id may follow this.
     """
 
     name_end: Markers = ()
@@ -59,11 +59,10 @@ class NamedJson:
 
 @dataclass(frozen=True, slots=True)
 class TaggedArguments:
-    """The name, then each argument between tags.
+    """The name, then each argument between tags: strings unquoted, other values as JSON.
 
-    Strings stand there as they are, everything else as JSON. `key_end` is written after an
-    argument's name; where it marks itself whether a string follows, `string_key_end` is written
-    instead for those. `lines`: values have a line break of their own before and after.
+    key_end: written after an argument's name. string_key_end: written instead before strings, if
+    the format distinguishes them. lines: values have a line break before and after.
     """
 
     name_end: Markers
@@ -83,7 +82,7 @@ class LiteralArguments:
     assign: str = "="
     close: str = ")"
     separator: str = ", "
-    quotes: Markers = ("'", '"')  # of one character: backslashes mean what they mean in Python
+    quotes: Markers = ("'", '"')  # of one character; backslashes escape as in Python
 
 
 CallBody = JsonCall | NamedJson | TaggedArguments | LiteralArguments
@@ -93,9 +92,9 @@ CallBody = JsonCall | NamedJson | TaggedArguments | LiteralArguments
 class CallSyntax:
     """begin (call_begin BODY call_end) separator (...) end.
 
-    `at_start`: its first marker is a mere bracket, so calls are looked for only where an answer
-    begins. A separator may be missing where `call_begin` says that a call follows; one of nothing
-    but white space only the writer knows.
+    at_start: its first marker is only a bracket, so calls are expected only at the beginning of an
+    answer. A separator may be missing before a `call_begin`; separators of white space are used by
+    the grammar writer only.
     """
 
     body: CallBody
@@ -108,24 +107,24 @@ class CallSyntax:
 
     @property
     def is_marked(self) -> bool:
-        """Its beginning is of no other text."""
+        """Whether its beginning cannot be other text."""
         return not (self.at_start or (isinstance(self.body, JsonCall) and self.body.bare))
 
     @property
     def beginnings(self) -> tuple[Markers, ...]:
-        """Texts that may precede the first body; some models forget `begin`."""
+        """Texts that may precede the first body; some models omit `begin`."""
         whole = self.begin + self.call_begin
         return (whole, self.call_begin) if self.begin and self.call_begin else (whole,)
 
     @property
     def ends(self) -> Markers:
-        """Texts that may remain of a call that broke off."""
+        """Texts that may remain of an incomplete call."""
         body = self.body
         inner = body.end if isinstance(body, NamedJson | TaggedArguments) else ()
         return inner + self.call_end + self.end
 
     def without_spaces(self) -> CallSyntax:
-        """As a reader looks for it."""
+        """The syntax as the parser uses it."""
         stripped = _stripped(self)
         assert isinstance(stripped, CallSyntax)
         return stripped
@@ -137,16 +136,16 @@ class CallSyntax:
 
 @dataclass(frozen=True, slots=True)
 class ChannelSyntax:
-    """Messages with headers (OpenAI's harmony): who speaks, to whom, on which channel.
+    """Messages with headers (OpenAI's harmony) that name author, recipient and channel.
 
-    `begins` open a header, `message` closes it, `ends` close the message.
+    begins: open a header. message: closes it. ends: close the message.
     """
 
     begins: Markers
     message: str
     ends: Markers
-    reasoning: str  # this channel's messages are reasoning
-    recipient: str  # before the name of the tool that a message calls
+    reasoning: str  # the channel of reasoning
+    recipient: str  # written before the name of the called tool
     final: str  # the channel of content for the user
 
     @property
@@ -155,7 +154,7 @@ class ChannelSyntax:
         return f"{self.begins[0]}assistant"
 
     def header(self, channel: str) -> str:
-        """Up to the message."""
+        """The header up to the message."""
         return f"{self.begins[-1]}{channel}{self.message}"
 
     @property
@@ -165,9 +164,8 @@ class ChannelSyntax:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """`calls` are the syntaxes that a parser reads; a grammar writes the first of them.
-
-    `noise`: further markers, which mean nothing and are removed.
+    """calls: the syntaxes that the parser reads; grammars write the first one. noise: further
+    markers without a meaning, which are removed.
     """
 
     reasoning: ReasoningMarks | None = None
@@ -175,11 +173,11 @@ class AnswerFormat:
     channels: ChannelSyntax | None = None
     noise: Markers = ()
     calls_end_reasoning: bool = False
-    short_ids: bool = False  # nine letters and digits (Mistral)
+    short_ids: bool = False  # call ids of nine letters and digits (Mistral)
 
     @property
     def markers(self) -> frozenset[str]:
-        """All that may be special tokens of a tokenizer, or hold them."""
+        """All markers, which may be or contain special tokens of a tokenizer."""
         found = [marker for call in self.calls for marker in call.markers]
         if self.reasoning is not None:
             found += [self.reasoning.begin, self.reasoning.end]
@@ -189,7 +187,7 @@ class AnswerFormat:
 
 
 def _stripped(value: Any) -> Any:
-    """Records without the white space in their markers, and without markers of nothing else."""
+    """A record with its markers stripped, and without markers of white space only."""
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, tuple):

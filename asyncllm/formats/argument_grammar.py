@@ -1,6 +1,6 @@
-"""The grammar of arguments that are not written as one JSON object: each one for itself.
+"""The grammar of arguments that are written one by one, not as a JSON object.
 
-They come in the order of the schema's properties; those that are not required may be left out.
+They are in the order of the schema's properties; optional ones may be omitted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asyncllm.formats.text_regex import TEXT_KEYWORDS, text_regexes
 from asyncllm.formats.tools import Tool
 from asyncllm.formats.values import STRING, resolved, types_of
 
-# Keywords of the schema of an object whose arguments are written one by one, and of a text.
+# Supported keywords in the schema of an object with such arguments, and in that of a text.
 _OBJECT_KEYWORDS = {
     "type",
     "properties",
@@ -31,7 +31,7 @@ _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$s
 
 
 def tagged_arguments(lark: LarkText, body: TaggedArguments, tool: Tool) -> str:
-    """A call's name and arguments, up to the body's own end."""
+    """A call's name and arguments, up to the end of the body."""
     parts = [lark.literal(tool.name + "".join(body.name_end))]
     for key, schema, is_required in _arguments(tool):
         argument = lark.rule(_tagged_argument(lark, body, tool, key, schema))
@@ -62,13 +62,13 @@ def _tagged_argument(
 
 
 def literal_arguments(lark: LarkText, body: LiteralArguments, tool: Tool) -> str:
-    """A call's name and arguments. Commas stand between those that are there."""
+    """A call's name and arguments, with commas between them."""
     arguments = [
         (lark.rule(f"{lark.literal(key + body.assign)} {value}"), is_required)
         for key, schema, is_required in _arguments(tool)
         for value in [_literal(lark, body, tool, key, schema)]
     ]
-    first = rest = '""'  # what may follow: before the first argument, and after one
+    first = rest = '""'  # what may follow before the first argument, and after one
     comma = lark.literal(body.separator)
     for argument, is_required in reversed(arguments):
         before, after = f"{argument} {rest}", f"{comma} {argument} {rest}"
@@ -92,7 +92,7 @@ def _literal(
 
 
 def _arguments(tool: Tool) -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """Each argument's name, schema and whether it must be there."""
+    """Each argument's name, its schema, and whether it is required."""
     root = tool.parameters
     _check(root, _OBJECT_KEYWORDS, tool)
     required = root.get("required")
@@ -104,7 +104,7 @@ def _arguments(tool: Tool) -> Iterator[tuple[str, dict[str, Any], bool]]:
 
 
 def _texts(schema: dict[str, Any], tool: Tool) -> list[str] | None:
-    """As they are written, where only some may be; None for any text."""
+    """The allowed texts as they are written; None if any text is allowed."""
     is_listed = "const" in schema or "enum" in schema
     known = _TEXT_KEYWORDS if is_listed else _TEXT_KEYWORDS | TEXT_KEYWORDS
     _check(schema, known | ({"anyOf"} if _is_plain_union(schema) else set()), tool)
@@ -117,7 +117,7 @@ def _texts(schema: dict[str, Any], tool: Tool) -> list[str] | None:
 def _text_until(
     lark: LarkText, schema: dict[str, Any], tool: Tool, key: str, before: str, marker: str
 ) -> str:
-    """Any text up to the marker; of a strict tool one that matches its schema."""
+    """Any text up to the marker; for a strict tool, a text that matches its schema."""
     try:
         options = _text_options(schema) if tool.strict else []
     except ValueError as error:
@@ -128,7 +128,7 @@ def _text_until(
 
 
 def _text_options(schema: Mapping[str, Any]) -> list[list[str]]:
-    """The regexes of which the text must match all, by option; none where any text will do."""
+    """The regexes by option; a text must match all of one option. Empty if any text is allowed."""
     options = [option for option in schema.get("anyOf", [{}]) if option.get("type") != "null"]
     found = [text_regexes(schema) + text_regexes(option) for option in options]
     if not all(found):
@@ -137,9 +137,9 @@ def _text_options(schema: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _is_plain_union(schema: Mapping[str, Any]) -> bool:
-    """Return whether its options hold only types, or a text's form beside null.
+    """Whether its options have only types, or constraints on a text beside null.
 
-    With types alone any text is one of them.
+    With types only, any text is allowed.
     """
     options = schema.get("anyOf")
     if not isinstance(options, list) or not all(isinstance(option, dict) for option in options):
@@ -154,7 +154,7 @@ def _is_plain_union(schema: Mapping[str, Any]) -> bool:
 
 
 def _with_definitions(schema: dict[str, Any], tool: Tool) -> dict[str, Any]:
-    """References in it mean what they meant in the parameters."""
+    """A schema with the definitions that its references need."""
     kept: dict[str, Any] = {
         key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters
     }

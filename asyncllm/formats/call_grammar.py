@@ -1,10 +1,10 @@
-"""Grammars of tool calls: what a model may write where it must call, or where a call is strict.
+"""Grammars of tool calls, for requests that require a call or have strict tools.
 
-Written exactly as the family writes calls, by the first of its syntaxes, so that the parser reads
-them back. Arguments are valid by the tool's schema: as JSON wholly (of a tool that is not `strict`
-without the keywords that llguidance cannot enforce); between tags or as literals each for itself,
-in the order of the schema, where texts are any texts; those of a strict tool keep to its lengths,
-patterns and formats.
+Calls are written in the first syntax of the family, so that the parser can read them. Arguments
+satisfy the tool's schema. As JSON they satisfy all of it (for a tool that is not `strict`, without
+the keywords that llguidance cannot enforce). Between tags or as literals they are checked one by
+one, in the order of the schema; texts of a strict tool satisfy its lengths, patterns and formats,
+others are any texts.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def call_grammar(
     special_ids: Mapping[str, int],
     parallel: bool = True,
 ) -> str | None:
-    """Lark for llguidance, for what comes after the reasoning; None where all may be written.
+    """Lark for llguidance, for the text after the reasoning; None if no call is required and no
+    tool is strict.
 
-    That is, where no call is required and no tool is strict. Raises `InvalidRequestError` for a
-    strict tool whose parameters this format cannot keep to.
+    Raises `InvalidRequestError` for a strict tool whose parameters this format cannot enforce.
     """
     if not choice.required and not any(tool.strict for tool in choice.tools):
         return None
@@ -56,7 +56,7 @@ class _CallWriter:
         self._any_call = lark.any_of(self._body(tool) for tool in tools)
 
     def calls(self, parallel: bool, trigger: str = "") -> str:
-        """All of them. `trigger`: the beginning, that was written already."""
+        """One or more calls. trigger: the beginning of the first, which is written already."""
         syntax, literal = self._syntax, self._lark.literal
         call_begin, call_end = "".join(syntax.call_begin), "".join(syntax.call_end)
         begin = ("".join(syntax.begin) + call_begin).removeprefix(trigger)
@@ -68,9 +68,9 @@ class _CallWriter:
         return self._lark.rule(" ".join(filter(None, parts)))
 
     def text_and_calls(self, parallel: bool) -> str:
-        """Any text, in which a call's beginning is followed by the rest of a call."""
+        """Any text; the beginning of a call must be followed by the rest of the call."""
         trigger = (self._syntax.begin + self._syntax.call_begin)[0].strip()
-        if len(trigger) == 1:  # a bracket, which is a call's only where the answer begins with it
+        if len(trigger) == 1:  # a bracket, which is a call only at the beginning of the answer
             other = self._lark.rule(f"/[^\\{trigger}\\s]{ANY_TEXT}/")
             return f"({self.calls(parallel)} | {other})?"
         call = f"{self._lark.text_until(trigger)} {self.calls(parallel, trigger)}"
@@ -109,7 +109,7 @@ class _CallWriter:
 
 
 def _channel_call(lark: LarkText, channels: ChannelSyntax, choice: ToolChoice) -> str:
-    """One message to a tool, after one of reasoning or none. The message's end ends the answer."""
+    """A message to a tool, after an optional message of reasoning. Its end ends the answer."""
     calls = []
     for tool in choice.tools:
         address = f"commentary {channels.recipient}{tool.name} <|constrain|>json"
@@ -125,12 +125,12 @@ def _channel_call(lark: LarkText, channels: ChannelSyntax, choice: ToolChoice) -
 
 
 def written_syntax(answer_format: AnswerFormat, special_ids: Mapping[str, int]) -> CallSyntax:
-    """The syntax, of those that the format reads, most of whose markers this tokenizer has."""
+    """The syntax of the format that has the most special tokens of this tokenizer."""
 
     def num_special(syntax: CallSyntax) -> int:
         return sum(token in marker for marker in syntax.markers for token in special_ids)
 
-    return max(answer_format.calls, key=num_special)  # the first of equals
+    return max(answer_format.calls, key=num_special)  # the first one of several
 
 
 def _quoted(name: str) -> str:

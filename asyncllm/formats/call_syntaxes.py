@@ -1,4 +1,4 @@
-"""Call syntaxes that several formats have in common: each a `CallSyntax`, given their markers.
+"""Call syntaxes that several formats share: functions from markers to a `CallSyntax`.
 
 The syntax of each model family is in `families.py`.
 """
@@ -16,12 +16,12 @@ from asyncllm.formats.answer_format import (
 
 
 def between(begin: str, end: str) -> CallSyntax:
-    """A JSON object between two markers, for each call."""
+    """Each call is a JSON object between two markers."""
     return CallSyntax(JsonCall(), call_begin=(begin,), call_end=(end,), separator="\n")
 
 
 def json_list(begin: Markers, end: Markers = (), body: JsonCall | None = None) -> CallSyntax:
-    """A JSON list of calls behind a marker."""
+    """A JSON list of calls after a marker."""
     return CallSyntax(body or JsonCall(), begin=(*begin, "["), separator=", ", end=("]", *end))
 
 
@@ -43,7 +43,7 @@ def invoke_tags(
     call_end: Markers = (),
     separator: str = "\n",
 ) -> CallSyntax:
-    """<invoke name="..."><parameter name="...">; arguments may be marked as strings."""
+    """<invoke name="..."><parameter name="...">, where strings may be marked."""
     body = TaggedArguments(
         name_end=('">\n',),
         key_begin=f'<{prefix}parameter name="',

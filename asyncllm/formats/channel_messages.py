@@ -1,7 +1,7 @@
-"""Answers made of messages with headers: OpenAI's harmony.
+"""Reads answers that consist of messages with headers (OpenAI's harmony).
 
-<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>,
-and a call is a message to `functions.name`. A header that never ends is content.
+<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
+A call is a message to `functions.name`. A header without an end is content.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncllm.formats.text_markers import TextMarkers, text_markers
 
 
 class ChannelReader:
-    """`new_call` makes a call that is read from the same text. `noise` is removed from messages."""
+    """new_call: makes a call that is read from the same text. noise: removed from messages."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class ChannelReader:
         self._reasoning = _Messages(log.reasoning)
 
     def read_answer(self) -> Reading[None]:
-        """The prompt has begun a header, which continues with an address or the next marker."""
+        """Read an answer whose first header was begun by the prompt."""
         yield from self._cursor.spaces()
         has_address = yield from self._cursor.literal(self._syntax.recipient)
         header: str | None = self._syntax.recipient if has_address else ""
@@ -51,7 +51,7 @@ class ChannelReader:
                 return
 
     def _read_header(self, begin: str) -> Reading[bool]:
-        """Up to its message, as `self._header`. False at the end of the text."""
+        """Read a header into `self._header`. False at the end of the text."""
         parts = [begin]
         while True:
             found = yield from self._cursor.until(self._header_ends, parts.append)
@@ -87,9 +87,8 @@ class ChannelReader:
         return header
 
     def _read_text(self, emit: Emit) -> Reading[str | None]:
-        """A message's text. Returns the beginning of the next header, if that ends it.
-
-        "" where its own end does, None where the answer ends with it.
+        """Read a message's text. Returns the beginning of the next header, if that ends it; "" if
+        its own end does; None if the answer ends.
         """
         while True:
             found = yield from self._cursor.until(self._body_ends, emit)
@@ -105,7 +104,7 @@ class ChannelReader:
 
 
 class _Messages:
-    """The messages of a kind as one text, a line each."""
+    """Joins the messages of a kind with line breaks."""
 
     def __init__(self, emit: Emit) -> None:
         self._emit = emit

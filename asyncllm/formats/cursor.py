@@ -1,8 +1,8 @@
-"""The text of an answer as its reader sees it: as far as it has arrived, from where it was read.
+"""A cursor in the text of an answer that is still arriving.
 
-Reading functions are generators: they `yield` where they need text that has not come yet, so a
-parser reads as if all were there. What may turn out to be no call is held as it is read, and given
-back by `let_go`. Nothing is read twice, so all is linear in the length of the text.
+Reading functions are generators that `yield` when they need more text, so a parser is written as if
+all text were available. Text that may turn out not to be a call is held while it is read, and
+returned by `let_go`. Nothing is read twice, so reading is linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Cursor:
     # --- holding -----------------------------------------------------------------------------
 
     def hold(self, text: str = "") -> None:
-        """Keep what is read from here on, after `text`, which was read already."""
+        """Hold `text`, which was read already, and all that is read from here on."""
         self._held = [text]
 
     def let_go(self) -> str:
-        """Return the held text, and hold none from here on."""
+        """Return the held text, and hold nothing from here on."""
         held = "".join(self._held or ())
         self._held = None
         return held
@@ -59,13 +59,13 @@ class Cursor:
         return taken
 
     def peek(self) -> Reading[str]:
-        """The next character, unread; "" at the end of the text."""
+        """The next character, without reading it; "" at the end of the text."""
         while self.is_empty and not self.ended:
             yield
         return self._text[self._at : self._at + 1]
 
     def has(self, length: int) -> Reading[bool]:
-        """Return whether so many characters are unread, now or later."""
+        """Wait until so many characters are unread; False if the text ends before."""
         while len(self._text) - self._at < length and not self.ended:
             yield
         return len(self._text) - self._at >= length
@@ -74,9 +74,9 @@ class Cursor:
         yield from self.run(_SPACES)
 
     def feed(self, pattern: re.Pattern[str], emit: Emit, limit: int = NO_LIMIT) -> Reading[int]:
-        """Passes on all that the repeated `pattern` matches, however it is cut: its length.
+        """Pass on all text that the repeated `pattern` matches. Returns its length.
 
-        Stops past `limit` characters.
+        Stops after more than `limit` characters.
         """
         length = 0
         while length <= limit and (yield from self.peek()):
@@ -88,13 +88,13 @@ class Cursor:
         return length
 
     def run(self, pattern: re.Pattern[str], limit: int = NO_LIMIT) -> Reading[str]:
-        """As `feed`, in one."""
+        """As `feed`, but returns the text."""
         parts: list[str] = []
         yield from self.feed(pattern, parts.append, limit)
         return "".join(parts)
 
     def literal(self, word: str) -> Reading[bool]:
-        """Reads `word` if it is next; else nothing."""
+        """Read `word` if it is next, else nothing."""
         while True:
             have = self._text[self._at : self._at + len(word)]
             if have == word:
@@ -105,7 +105,7 @@ class Cursor:
             yield
 
     def literals(self, words: tuple[str, ...]) -> Reading[bool]:
-        """Reads `words` with white space before each; stops at the first that is not next."""
+        """Read `words`, with white space before each. Stops at the first one that is not next."""
         for word in words:
             yield from self.spaces()
             if not (yield from self.literal(word)):
@@ -119,10 +119,10 @@ class Cursor:
         max_spaces: int = MAX_HELD_SPACES,
         keeps_half: bool = True,
     ) -> Reading[tuple[str, str] | None]:
-        """Passes text on until a marker: returns the white space before it and the marker.
+        """Pass text on until a marker. Returns the white space before the marker, and the marker.
 
-        None at the end of the text, when all was passed on, with half a marker at its end if that
-        is kept.
+        Returns None at the end of the text, after all was passed on, including an incomplete marker
+        if that is kept.
         """
         while True:
             search = markers.search_last if self.ended else markers.search

@@ -1,6 +1,6 @@
-"""Choice of a model's format: by vLLM's parser names, or by its chat template.
+"""Chooses a model's format by vLLM's parser names, or detects it from the chat template.
 
-A template shows how calls of earlier turns are written, with the markers that the model learnt.
+A template writes the calls of earlier turns, with the markers that the model was trained on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncllm.formats.response_template import read_response_template
 AUTO = "auto"
 NONE = "none"
 
-# Texts of a template -> the parser; the first line whose texts are all there decides.
+# Texts of a template -> the parser. The first entry whose texts all occur is used.
 _Signs = tuple[tuple[tuple[str, ...], str], ...]
 _TOOL_SIGNS: _Signs = (
     (("<|channel|>", "<|message|>"), "openai"),
@@ -76,11 +76,11 @@ def resolve(
     reasoning_parser: str = AUTO,
     response_template: object = None,
 ) -> ModelFormat | None:
-    """None where the model is not known to write calls or reasoning.
+    """The model's format; None if it is not known to write calls or reasoning.
 
-    `special_tokens`: the tokenizer's, text to id. The parsers are one of vLLM's names, `auto` or
-    `none`. `response_template`: the tokenizer's own description of its format, which wins over
-    its chat template. Raises `ValueError` for another name.
+    special_tokens: the tokenizer's, text to id. The parsers are vLLM's names, `auto` or `none`.
+    response_template: the tokenizer's description of its format, which takes precedence over its
+    chat template. Raises `ValueError` for an unknown name.
     """
     calls = _find(tool_parser, TOOL_PARSERS, _TOOL_SIGNS, chat_template, "tool-call")
     reasoning = _find(
@@ -99,13 +99,13 @@ def resolve(
 
 
 def _same_calls(known: AnswerFormat | None, declared: AnswerFormat) -> bool:
-    """Return whether `known`, whose record has more details, reads all declared calls."""
+    """Whether `known`, whose record has more details, reads all declared calls."""
     shapes = [_shape(call) for call in known.calls] if known else []
     return all(_shape(call) in shapes for call in declared.calls)
 
 
 def _shape(call: CallSyntax) -> tuple[str, str, CallBody]:
-    """A syntax, however its markers are split."""
+    """A syntax with its markers joined, to compare syntaxes."""
     read = call.without_spaces()
     body = read.body
     bare = replace(body, end=()) if isinstance(body, NamedJson | TaggedArguments) else body
@@ -132,7 +132,7 @@ def _find(
 
 
 def _joined(calls: AnswerFormat | None, reasoning: AnswerFormat | None) -> AnswerFormat:
-    """The calls of one and the reasoning of the other."""
+    """A format with the calls of one and the reasoning of the other."""
     if calls is None or reasoning is None:
         found = calls or reasoning
         assert found is not None

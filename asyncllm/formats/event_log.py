@@ -1,4 +1,4 @@
-"""The events of one push, neighbours of a kind joined, and the calls counted and named."""
+"""Collects the events of a push: joins neighbours of a kind, and numbers calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HALVES = re.compile("[\ud800-\udfff]")
 
 
 class EventLog:
-    """`short_ids`: nine letters and digits, as Mistral's models were trained with."""
+    """short_ids: call ids of nine letters and digits, with which Mistral's models were trained."""
 
     def __init__(self, short_ids: bool = False) -> None:
         self.num_calls = 0
@@ -67,5 +67,5 @@ class EventLog:
 
 
 def _escape_halves(text: str) -> str:
-    """Half of a surrogate pair, which a model wrote escaped, is no UTF-8: it stays escaped."""
+    """Escape lone surrogates, which a model wrote escaped, as they are no UTF-8."""
     return _HALVES.sub(lambda half: f"\\u{ord(half[0]):04x}", text)

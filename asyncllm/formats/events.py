@@ -1,8 +1,8 @@
-"""Events that a model's text is parsed into, piece by piece as it streams.
+"""The events that a parser makes of a model's text while it streams.
 
-The vocabulary between a format's parser and what renders a response (chat, responses, messages).
-Concatenating the pieces of a kind gives the whole; a call's arguments are the text of one JSON
-object.
+They are the interface between parsers and the code that renders responses (chat, responses,
+messages). The pieces of a kind join to the whole text; those of a call's arguments, to the text of
+one JSON object.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Protocol
 
 @dataclass(slots=True, frozen=True)
 class Content:
-    """A piece of the answer proper."""
+    """A piece of the answer."""
 
     text: str
 
 
 @dataclass(slots=True, frozen=True)
 class Reasoning:
-    """A piece of the thinking that precedes it."""
+    """A piece of the reasoning before the answer."""
 
     text: str
 
 
 @dataclass(slots=True, frozen=True)
 class ToolCallBegin:
-    """The model calls the tool `name`; `index` counts the answer's calls from 0."""
+    """The beginning of a call of the tool `name`; `index` counts the answer's calls from 0."""
 
     index: int
     id: str
@@ -36,7 +36,7 @@ class ToolCallBegin:
 
 @dataclass(slots=True, frozen=True)
 class ToolCallArguments:
-    """A piece of call `index`'s arguments."""
+    """A piece of the arguments of call `index`."""
 
     index: int
     text: str
@@ -46,12 +46,12 @@ Event = Content | Reasoning | ToolCallBegin | ToolCallArguments
 
 
 class AnswerParser(Protocol):
-    """Reads one choice's text. Linear in its length; what is malformed comes out as `Content`."""
+    """Parses the text of one choice, in linear time. Malformed calls become `Content`."""
 
     def push(self, text: str) -> list[Event]:
-        """Return the events that this text makes certain, possibly none yet."""
+        """Add text. Returns the events that are certain now, possibly none."""
         ...
 
     def close(self) -> list[Event]:
-        """The text has ended: what was held back."""
+        """The events of the text that was held back, when the text has ended."""
         ...

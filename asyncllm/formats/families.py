@@ -1,10 +1,10 @@
-"""The formats of the families of models, under the names that vLLM gave them.
+"""The formats of model families, with vLLM's names.
 
-Facts from the models' chat templates and cards; what several of them write alike is in
-`call_syntaxes.py`. vLLM has a parser for reasoning and one for tool calls, and a user may combine
-any two: so there are two tables here, and `detection.py` joins the halves. Not here, because one
-pass over flat arguments cannot read them: kimi_k3 and minimax_m3 (arguments as nested tags),
-inkling, and minimax_m2_append_think (reasoning left in the content).
+They are taken from the models' chat templates and cards; common syntaxes are in `call_syntaxes.py`.
+vLLM has separate parsers for reasoning and tool calls, which users may combine. So there are two
+tables here, and `detection.py` joins their entries. Missing are formats that cannot be read in one
+pass over flat arguments: kimi_k3 and minimax_m3 (arguments as nested tags), inkling, and
+minimax_m2_append_think (reasoning left in the content).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HERMES = AnswerFormat(calls=(between("<tool_call>\n", "\n</tool_call>"),))
 _QWEN3_CODER = AnswerFormat(
     calls=(
         function_tags(("<tool_call>\n",), ("\n</tool_call>",)),
-        function_tags((), ()),  # the outer tag is forgotten now and then
+        function_tags((), ()),  # models sometimes omit the outer tag
     )
 )
 _GLM45 = AnswerFormat(
@@ -85,7 +85,7 @@ _COHERE = AnswerFormat(
     noise=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
 )
 
-# vLLM's --tool-call-parser -> how calls are written
+# vLLM's --tool-call-parser -> the format of calls
 TOOL_PARSERS: dict[str, AnswerFormat] = {
     "apertus": AnswerFormat(
         calls=(json_list(("<|tools_prefix|>",), ("<|tools_suffix|>",), JsonCall(name_is_key=True)),)
@@ -258,7 +258,7 @@ TOOL_PARSERS: dict[str, AnswerFormat] = {
 _THINK = AnswerFormat(ReasoningMarks("<think>", "</think>"))
 _THINK_ASSUMED = AnswerFormat(ReasoningMarks("<think>", "</think>", assumed=True))
 
-# vLLM's --reasoning-parser -> what is around reasoning
+# vLLM's --reasoning-parser -> the format of reasoning
 REASONING_PARSERS: dict[str, AnswerFormat] = {
     "cohere_command3": _COHERE,
     "cohere_command4": _COHERE,

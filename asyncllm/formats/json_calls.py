@@ -1,7 +1,7 @@
-"""Calls whose arguments are written as JSON: they are passed on as the model writes them.
+"""Reads calls whose arguments are JSON, and passes the arguments on as the model writes them.
 
-Members may come in any order: arguments that come before the name are kept until it is known whose
-they are. An object whose name cannot be a tool's is no call.
+Members may come in any order: arguments before the name are kept until the name comes. An object
+whose name is no tool is no call.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from asyncllm.formats.cursor import NO_LIMIT, Reading
 from asyncllm.formats.json_text import pass_value, read_string
 from asyncllm.formats.open_call import OpenCall
 
-# Other keys of a bare call: an object with any other key is no call.
+# Other keys that a bare call may have; an object with further keys is no call.
 _KNOWN_KEYS = ("type", "id", "index")
 _NUMBER = re.compile(r":\d+$")
 
 
 def read_json_call(call: OpenCall, body: JsonCall) -> Reading[bool]:
-    """{"name": ..., "arguments": {...}}. False where it breaks off; then it may have begun."""
+    """Read {"name": ..., "arguments": {...}}. False if it is no call, or an incomplete one, which
+    may have begun."""
     cursor = call.cursor
     if not body.bare and not (yield from cursor.literals(("{",))):
         return False
@@ -39,13 +40,13 @@ def read_json_call(call: OpenCall, body: JsonCall) -> Reading[bool]:
 
 
 class _CallObject:
-    """The parts of a call that the members read so far have given."""
+    """The parts of a call that have been read."""
 
     def __init__(self, call: OpenCall, body: JsonCall) -> None:
         self._call = call
         self._body = body
         self._name: str | None = None
-        self._early: list[str] = []  # the arguments, where they come before the name
+        self._early: list[str] = []  # arguments that came before the name
 
     def read_member(self, key: str) -> Reading[bool]:
         call = self._call
@@ -69,7 +70,7 @@ class _CallObject:
         return (yield from pass_value(call.cursor, _ignore))
 
     def finish(self) -> bool:
-        """A call of a tool without arguments is one, but not where any object could stand."""
+        """Begin a call without arguments, unless the object may be other text."""
         call, name = self._call, self._name
         if not call.begun and name is not None and call.is_tool(name) and not self._body.bare:
             call.begin(name)
@@ -78,7 +79,7 @@ class _CallObject:
 
 
 def read_named_json(call: OpenCall, body: NamedJson) -> Reading[bool]:
-    """The name, then its arguments."""
+    """Read the name, then its arguments."""
     written = yield from call.read_name()
     name = written.removeprefix(body.prefix)
     if body.numbered and not call.is_tool(name):
@@ -98,7 +99,7 @@ def read_named_json(call: OpenCall, body: NamedJson) -> Reading[bool]:
 
 
 def pass_arguments(call: OpenCall, name: str, call_id: str | None = None) -> Reading[bool]:
-    """An object; or one as the text of a string, or null, as some models write."""
+    """Read arguments: an object, an object as the text of a string, or null."""
     first = yield from call.cursor.peek()
     if first == "{":
         call.begin(name, call_id)
@@ -118,4 +119,4 @@ def pass_arguments(call: OpenCall, name: str, call_id: str | None = None) -> Rea
 
 
 def _ignore(text: str) -> None:
-    """Drop the text of an unknown key's value."""
+    """Drop the value of an unknown key."""

@@ -1,7 +1,7 @@
-"""JSON as it streams: strings read, values passed on as they are written.
+"""Reads strings in streamed JSON, and passes values on as they are written.
 
-A value is followed only as far as finding its end needs: strings, brackets, and no character that
-JSON does not have outside of strings. Its grammar is its reader's to check.
+Values are parsed only as far as is necessary to find their ends: strings, brackets, and characters
+that JSON does not allow outside of strings. They may be invalid JSON otherwise.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 
 from asyncllm.formats.cursor import NO_LIMIT, Cursor, Emit, Reading
 
-MAX_KEY_CHARS = 1024  # of a string that is read whole: a key, a name
+MAX_KEY_CHARS = 1024  # in a key or a name
 
 _IN_STRING = re.compile(r'(?:[^"\\]|\\.)*+', re.DOTALL)
 _OUTSIDE = re.compile(r"[\s\w:,.+\-]*")
@@ -19,7 +19,7 @@ _SCALAR = re.compile(r"[\w.+\-]*")
 
 
 def read_string(cursor: Cursor, limit: int = MAX_KEY_CHARS) -> Reading[str | None]:
-    """A whole string. None where there is none, it has no end, or more than `limit` characters."""
+    """Read a string. None if there is none, if it has no end, or more than `limit` characters."""
     if not (yield from cursor.literal('"')):
         return None
     parts: list[str] = []
@@ -35,7 +35,7 @@ def read_string(cursor: Cursor, limit: int = MAX_KEY_CHARS) -> Reading[str | Non
 
 
 def pass_value(cursor: Cursor, emit: Emit) -> Reading[bool]:
-    """Passes one value on. False where it is none, or breaks off; what was passed on was read."""
+    """Pass one value on. False if it is none, or incomplete; what was read is passed on then."""
     first = yield from cursor.peek()
     if first == '"':
         return (yield from _pass_string(cursor, emit))
@@ -76,12 +76,12 @@ def _pass_string(cursor: Cursor, emit: Emit) -> Reading[bool]:
 
 
 def _pass_text(cursor: Cursor, emit: Emit, limit: int = NO_LIMIT) -> Reading[None]:
-    """A string's inside: up to its closing quote, the end of the text, or past `limit`."""
+    """Pass on a string up to its closing quote, the end of the text, or past `limit`."""
     length = 0
     while length <= limit:
         length += yield from cursor.feed(_IN_STRING, emit, limit - length)
         if (yield from cursor.peek()) != "\\":
             return
-        if not (yield from cursor.has(2)):  # the backslash's character never comes
+        if not (yield from cursor.has(2)):  # the text ends after the backslash
             emit(cursor.take(1))
             return

@@ -1,9 +1,9 @@
-"""The text of a grammar in llguidance's Lark, put together from rules.
+"""Builds the text of a grammar in llguidance's Lark from rules.
 
-To llguidance plain text never contains a special token, so one inside a marker is written by its
-id, and text may continue to the next special token without a look at what is in it.
-A terminal made of what a client wrote has a note in front, by which `noted_terminals` finds it: it
-may match nothing, which llguidance does not see before a text has come to it.
+In llguidance plain text never contains special tokens, so special tokens in a marker are written by
+id, and free text extends to the next special token without being searched.
+A terminal with a client's text is preceded by a note, by which `noted_terminals` finds it: it may
+match nothing, which llguidance does not notice before a text has reached it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 from llguidance import regex_to_lark
 
 ANY_TEXT = "(?s:.*)"
-_ASCII = "dws"  # what these mean in JSON schema's patterns
-# Behind a name in capitals a colon looks like a terminal's definition, to who only skims.
+_ASCII = "dws"  # classes that are ASCII in the patterns of JSON schema
+# After a name in capitals, a colon looks like the definition of a terminal to lark_terminals.py.
 _COLON = re.compile(r"\\.|(?<!\?)(?<!\?s):", re.DOTALL)
 _NOTE = "//!"
 _NOTED = re.compile(rf"^{_NOTE} (.*)\n\w+: (.*)$", re.MULTILINE)
-# As json.dumps writes, which is what chat templates show of earlier calls.
+# The separators of json.dumps, with which chat templates write earlier calls.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class LarkText:
-    """`special_ids`: the special tokens by their texts."""
+    """special_ids: the special tokens by their text."""
 
     def __init__(self, special_ids: Mapping[str, int]) -> None:
         self._special_ids = special_ids
@@ -36,7 +36,7 @@ class LarkText:
         self._terminals: list[str] = []
 
     def rule(self, body: str, options: str = "") -> str:
-        """The name of a new rule."""
+        """Add a rule. Returns its name."""
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{options}: {body}\n")
         return name
@@ -55,13 +55,13 @@ class LarkText:
         return self.rule(" | ".join(expressions))
 
     def json(self, schema: Mapping[str, Any], strict: bool) -> str:
-        """A value. Where not `strict`, keywords that cannot be enforced are left out."""
+        """A JSON value. Unless `strict`, keywords that cannot be enforced are removed."""
         lenient = {} if strict else {"lenient": True, "coerce_one_of": True}
         written = json.dumps({**schema, "x-guidance": {**_JSON_STYLE, **lenient}})
         return self.rule(f"%json {written}".replace("\x7f", "\\u007f"))
 
     def text_until(self, marker: str) -> str:
-        """Any text up to the first `marker`, that included."""
+        """Any text up to and including the first `marker`."""
         special = self._special.search(marker)
         if special is None:
             return self.rule(f"/{ANY_TEXT}/ {_quoted(marker)}", "[lazy]")
@@ -73,8 +73,8 @@ class LarkText:
     ) -> str:
         """A text, `before` and the first `marker`. The text matches all regexes of an option.
 
-        One terminal as far as plain text goes: a lexer takes the longest, and the marker's own
-        beginning may be a part of the text.
+        Plain text is one terminal, as the lexer takes the longest match, and the beginning of the
+        marker may be a part of the text.
         """
         special = self._special.search(marker)
         end = len(marker) if special is None else special.start()
@@ -85,9 +85,9 @@ class LarkText:
         return self.rule(f"{self.terminal(text, note)} {self.literal(marker[end:])}")
 
     def terminal(self, body: str, note: str = "") -> str:
-        """The name of a new terminal: an expression that is matched as one.
+        """Add a terminal, an expression that is matched as a whole. Returns its name.
 
-        note: what it is, on one line, where it may turn out to match nothing.
+        note: a description on one line, for a terminal that may match nothing.
         """
         name = f"T{len(self._terminals)}"
         self._terminals.append(f"{_NOTE} {note}\n" * bool(note) + f"{name}: {body}\n")
@@ -98,7 +98,7 @@ class LarkText:
 
 
 def noted_terminals(lark: str) -> Iterator[tuple[str, str]]:
-    """The note and the body of each terminal that has one."""
+    """The note and the body of each terminal with a note."""
     return (match.groups() for match in _NOTED.finditer(lark))  # type: ignore[misc]
 
 
@@ -108,7 +108,7 @@ def _regex(pattern: str) -> str:
 
 
 def _code_points(text: str) -> str:
-    """A regex of exactly this: written here it has no line breaks in it, and ends at a slash."""
+    """A regex for exactly this text, without line breaks and slashes."""
     return "".join(f"\\x{{{ord(c):x}}}" for c in text)
 
 

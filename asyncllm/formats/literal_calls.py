@@ -1,7 +1,7 @@
-"""Calls whose arguments are written as literals, Python's or near them: made JSON as they come.
+"""Reads calls whose arguments are literals, of Python or similar, and converts them to JSON.
 
-Texts stream; numbers and constants are passed on whole. Commas are written before the next item, so
-that one too many does no harm.
+Strings are streamed; numbers and constants are passed on as a whole. A comma is written before the
+next item, so that a superfluous one does no harm.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from asyncllm.formats.json_text import MAX_KEY_CHARS
 from asyncllm.formats.open_call import OpenCall
 from asyncllm.formats.text_markers import text_markers
 
-MAX_WORD_CHARS = 512  # of a number
+MAX_WORD_CHARS = 512  # in a number
 
 _KEY = re.compile(r"[\w\-]+")
 _WORD = re.compile(r"[\w.+\-]+")
@@ -28,13 +28,14 @@ _ESCAPES = {
     "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0",
     "\\": "\\", "'": "'", '"': '"', "\n": "",
 }  # fmt: skip
-_CODES = {"x": 2, "u": 4, "U": 8}  # digits of a character's number
+_CODES = {"x": 2, "u": 4, "U": 8}  # hexadecimal digits of an escape
 
 
 def read_literal_call(call: OpenCall, body: LiteralArguments) -> Reading[bool]:
-    """False where it breaks off: what is open is closed then, unless the text has ended.
+    """Read a call. False if it is incomplete; open containers are closed then, unless the text has
+    ended.
 
-    A key whose value did not come, and a word that is no value, are held.
+    A key without a value, and a word that is no value, are held.
     """
     cursor = call.cursor
     name = yield from call.read_name()
@@ -50,7 +51,7 @@ def read_literal_call(call: OpenCall, body: LiteralArguments) -> Reading[bool]:
 
 @dataclass(slots=True)
 class _Container:
-    """An open container: its end there and in JSON, and the separator of its keys, if any."""
+    """An open container: its closing text, that in JSON, and the separator of keys, if any."""
 
     closer: str
     json_closer: str
@@ -59,7 +60,7 @@ class _Container:
 
 
 class _LiteralReader:
-    """Reads an argument list whose opening was read; writes a JSON object."""
+    """Reads an argument list after its opening, and writes a JSON object."""
 
     def __init__(self, cursor: Cursor, body: LiteralArguments, emit: Emit) -> None:
         self._cursor = cursor
@@ -72,7 +73,7 @@ class _LiteralReader:
         self._emit("".join(container.json_closer for container in reversed(self._open)))
 
     def read_arguments(self) -> Reading[bool]:
-        """A container is opened and left open: the loop continues inside it."""
+        """Read items until the list is closed. Nested containers are read by the same loop."""
         while self._open:
             inner = self._open[-1]
             if (yield from self._cursor.literals((inner.closer,))):
@@ -113,7 +114,7 @@ class _LiteralReader:
         return text
 
     def _read_value(self, before: str) -> Reading[bool]:
-        """`before` is written with the value, so that there is none without."""
+        """Read a value. before: written together with it, and not without a value."""
         char = yield from self._cursor.peek()
         if char in _CLOSERS:
             self._cursor.take(1)
@@ -143,7 +144,7 @@ class _LiteralReader:
         return None
 
     def _read_text(self, quote: str, emit: Emit) -> Reading[bool]:
-        """Up to the closing quote; emits the inside of a JSON string."""
+        """Read up to the closing quote; emits the contents of a JSON string."""
         if len(quote) > 1:
             markers = text_markers(quote)
             found = yield from self._cursor.until(
@@ -168,7 +169,7 @@ class _LiteralReader:
         if len(digits) != num_digits or int(digits, 16) > sys.maxunicode:
             return _inside(f"\\{char}{digits}")
         code = int(digits, 16)
-        # Halves of a pair stay escaped: alone they are no character.
+        # Surrogates stay escaped: alone they are no character.
         return f"\\u{code:04x}" if 0xD800 <= code < 0xE000 else _inside(chr(code))
 
 

@@ -1,4 +1,4 @@
-"""A format with the special tokens of a model's tokenizer: the server gets parsers from it."""
+"""A format with the special tokens of a model's tokenizer, which makes parsers for the server."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from asyncllm.formats.parser import FormatParser
 from asyncllm.formats.reading_plan import ReadingPlan
 from asyncllm.formats.tools import Tool, ToolChoice
 
-MAX_TAIL_CHARS = 1024  # of a prompt, in which its last marker is looked for
+MAX_TAIL_CHARS = 1024  # at the end of a prompt, searched for the last marker
 
 
 @dataclass(frozen=True)
 class ModelFormat:
-    """`special_tokens`: the tokenizer's, text to id, if markers of the format are among them.
+    """special_tokens: the tokenizer's, text to id, if some are markers of the format.
 
-    Then the text must be made with `skip_special_tokens=False` (`keeps_special_tokens`); the
-    parser removes those that are no markers.
+    Then the text must be decoded with `skip_special_tokens=False` (`keeps_special_tokens`), and the
+    parser removes special tokens that are no markers.
     """
 
     format: AnswerFormat
@@ -37,7 +37,7 @@ class ModelFormat:
 
     @property
     def reasoning(self) -> ReasoningMarks | None:
-        """The markers of reasoning, for counting its tokens; None: it has none."""
+        """The markers of reasoning, to count its tokens; None without reasoning."""
         return self.format.reasoning
 
     def parser(
@@ -49,10 +49,9 @@ class ModelFormat:
     ) -> AnswerParser:
         """A parser for one choice.
 
-        `tools`: those that may be called; without any, text that looks like a call is text.
-        `only_these`: and so is a marked call of another name. `prompt`: as rendered, or its end.
-        `prefix`: the part of it that the model had written itself, where a final message is
-        continued.
+        tools: those that may be called; without any, calls are text. only_these: marked calls of
+        other names are text, too. prompt: the rendered prompt, or its end. prefix: the part of the
+        prompt that belongs to the answer, if a final message is continued.
         """
         schemas = {tool.name: tool.parameters for tool in tools}
         is_open = self.is_reasoning_open(prompt, prefix)
@@ -68,10 +67,10 @@ class ModelFormat:
         return ReadingPlan(self.format, frozenset(self.special_tokens), reads_calls=False)
 
     def call_grammar(self, choice: ToolChoice, parallel: bool = True) -> str | None:
-        """A Lark grammar of what may be written after the reasoning; None where anything may.
+        """A Lark grammar of the text after the reasoning; None if any text is allowed.
 
-        (With channels the reasoning is part of it: `grammar_reasons`.) A tool that is required or
-        strict is called as this model writes calls. Raises `InvalidRequestError` naming the tool.
+        With channels, it includes the reasoning (`grammar_reasons`). Calls of required or strict
+        tools are written in the model's syntax. Raises `InvalidRequestError` naming the tool.
         """
         return call_grammar(self.format, choice, self.special_tokens, parallel)
 
@@ -80,7 +79,7 @@ class ModelFormat:
         return self.format.channels is not None
 
     def is_reasoning_open(self, prompt: str, prefix: str = "") -> bool:
-        """Return whether the output continues the reasoning that its prompt began."""
+        """Whether the output continues reasoning that the prompt began."""
         marks = self.format.reasoning
         if marks is None:
             return False

@@ -1,7 +1,7 @@
-"""A call while it is read: undecided, then begun.
+"""A call while it is read: first undecided, then begun.
 
-Until it has begun, what is read of it is held, and becomes content if it was no call after all;
-then its name is out and cannot be unsaid.
+Until it has begun, its text is held, and becomes content if it is no call. Afterwards its name has
+been sent and cannot be taken back.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _NAME = re.compile(r"[\w.\-:]+")
 
 
 class OpenCall:
-    """`tools`: the names that may be called, with their parameters' schemas.
+    """tools: the names that may be called, with the schemas of their parameters.
 
-    `takes_unknown`: a name that no tool has is called too, and the client is to know. That is so
-    behind a marker; without one it is more likely the JSON or the list that was asked for.
+    takes_unknown: calls of unknown tools are calls, too, so that the client learns of them. This is
+    for marked calls; without a marker, the text is more likely a JSON or list that was asked for.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class OpenCall:
         self._takes_unknown = takes_unknown
 
     def read_name(self) -> Reading[str]:
-        """Nothing where none is next. It may be no tool's."""
+        """Read a name, which may be no tool; "" if there is none."""
         yield from self.cursor.spaces()
         return (yield from self.cursor.run(_NAME, MAX_NAME_CHARS))
 
@@ -49,13 +49,13 @@ class OpenCall:
         return name in self._tools
 
     def may_be(self, name: str | None) -> bool:
-        """Whether a call by this name is one."""
+        """Whether a call of this name counts as a call."""
         if name is None or name in self._tools:
             return name is not None
         return self._takes_unknown and bool(_NAME.fullmatch(name)) and len(name) <= MAX_NAME_CHARS
 
     def argument_types(self, name: str, key: str) -> frozenset[str]:
-        """The tool's schema of an argument; empty where it has none."""
+        """The types of an argument in the tool's schema; empty without a type."""
         root = self._tools.get(name, {})
         properties = root.get("properties")
         schema = properties.get(key) if isinstance(properties, Mapping) else None

@@ -1,9 +1,9 @@
-"""The one parser: an answer's text, driven by the record of its family's format.
+"""The parser of answers for all formats, which interprets the record of a format.
 
-Text is content until a marker. What begins like a call and is none stays content as it was written,
-and so does what no marker announces and calls a name that is no tool's. After a call's name is out,
-its arguments end where they stop making sense, and what follows is content again. White space
-beside a marker belongs to the marker.
+Text is content until a marker. Text that begins like a call but is none is content, and so are
+unmarked calls of unknown tools. After a call's name has been sent, its arguments end where they
+become invalid, and the text after them is content again. White space beside a marker belongs to the
+marker.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from asyncllm.formats.text_markers import TextMarkers
 
 
 class FormatParser:
-    """An `AnswerParser`. `tools`: the names that may be called, with their parameters' schemas.
+    """An `AnswerParser`. tools: the names that may be called, with the schemas of their parameters.
 
-    `in_reasoning`: the prompt has opened the reasoning. `takes_unknown`: a marked call is one,
-    whatever its name.
+    in_reasoning: the prompt has opened the reasoning. takes_unknown: marked calls of unknown tools
+    count as calls.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class FormatParser:
         self._takes_unknown = takes_unknown
         self._cursor = Cursor()
         self._log = EventLog(plan.format.short_ids)
-        self._strays: set[str] = set()  # ends of a call that broke off: removed where they come
-        self._blank = ""  # white space that was read where a call could begin, and none did
-        # Running text whose next piece is passed on at once if no marker begins in it.
+        self._strays: set[str] = set()  # ends of incomplete calls, removed where they occur
+        self._blank = ""  # white space that was read before a possible call
+        # The next piece of running text is passed on at once if no marker begins in it.
         self._running: tuple[TextMarkers, type[Content | Reasoning]] | None = None
         self._run = self._answer()
         next(self._run)
@@ -94,7 +94,7 @@ class FormatParser:
     # --- running text ------------------------------------------------------------------------
 
     def _reasoning_part(self) -> Reading[str | None]:
-        """Up to its end; returns the trigger of a call that ended it."""
+        """Read reasoning to its end. Returns the trigger of a call that ended it."""
         marks = self._plan.format.reasoning
         if marks is None:
             return None
@@ -122,7 +122,7 @@ class FormatParser:
             self._log.reasoning(gap)
 
     def _content_part(self) -> Reading[str | None]:
-        """Up to the trigger of a call, which is returned and held; None at the text's end."""
+        """Read content up to the trigger of a call, which is held and returned; None at the end."""
         while True:
             if not self._blank:
                 self._running = self._plan.content_markers, Content
@@ -160,7 +160,7 @@ class FormatParser:
     # --- calls -------------------------------------------------------------------------------
 
     def _unmarked_calls(self) -> Reading[None]:
-        """As many as there are where content begins."""
+        """Read unmarked calls at the beginning of content."""
         while self._plan.at_start:
             yield from self._read_blank()
             self._cursor.hold(self._blank)
@@ -169,9 +169,8 @@ class FormatParser:
                 return
 
     def _read_calls(self, beginnings: list[Beginning], read: Markers = ()) -> Reading[bool]:
-        """All the calls between one beginning, of which `read` was read, and its end.
-
-        By the first syntax that fits; where none does, what was read is content.
+        """Read the calls of a section, in the first syntax that fits. read: the part of its
+        beginning that was read already. If no syntax fits, the text is content.
         """
         for beginning in beginnings:
             words = beginning.words
@@ -188,7 +187,7 @@ class FormatParser:
         return False
 
     def _section(self, syntax: CallSyntax) -> Reading[bool]:
-        """The first call and those that follow it. False if the first is none."""
+        """Read the first call and those after it. False if the first is none."""
         call = self._new_call(syntax.is_marked)
         is_whole = yield from self._read_call(call, syntax)
         if not call.begun:
@@ -208,13 +207,13 @@ class FormatParser:
         return True
 
     def _read_separator(self, syntax: CallSyntax) -> Reading[bool]:
-        """Return whether a call may follow: one that has a marker of its own needs no separator."""
+        """Whether a call may follow; one with its own marker needs no separator."""
         if syntax.separator and (yield from self._cursor.literals((syntax.separator,))):
             return True
         return not syntax.separator or bool(syntax.end and syntax.call_begin)
 
     def _following_call(self, syntax: CallSyntax) -> Reading[bool]:
-        """False if there is none, or it breaks off."""
+        """Read the next call. False if there is none, or if it is incomplete."""
         if not (yield from self._cursor.literals(syntax.call_begin)):
             return False
         call = self._new_call(syntax.is_marked)
@@ -236,5 +235,5 @@ class FormatParser:
                 is_whole = yield from read_literal_call(call, body)
         is_whole = is_whole and (yield from self._cursor.literals(syntax.call_end))
         if call.begun and self._cursor.ended:
-            self._cursor.let_go()  # arguments that the text's end has cut are no content
+            self._cursor.let_go()  # arguments that are cut by the end of the text are no content
         return is_whole

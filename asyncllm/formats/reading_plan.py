@@ -1,4 +1,4 @@
-"""The markers that a parser looks for, made once for a model: a parser is made for each choice."""
+"""The markers that parsers search for, made once per model, as a parser is made per choice."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ class Beginning:
 
 
 class ReadingPlan:
-    """`reads_calls`: without, nothing is a call.
-
-    `special_tokens`: the texts of those that are left in the text, to be removed.
+    """reads_calls: whether tools may be called. special_tokens: the texts of special tokens that
+    occur in the text and are removed.
     """
 
     def __init__(
@@ -47,5 +46,5 @@ class ReadingPlan:
 
 
 def stray_ends(call: CallSyntax) -> set[str]:
-    """Texts that may remain of a call that broke off; a lone bracket may be content."""
+    """Texts that may remain of an incomplete call; single brackets may be content."""
     return {word for word in call.ends if len(word) >= MIN_STRAY_CHARS}

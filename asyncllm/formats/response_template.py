@@ -1,8 +1,8 @@
-"""The format that a tokenizer declares itself: transformers' `response_template`.
+"""Reads the format that a tokenizer declares: transformers' `response_template`.
 
-It names the parts of a message by what opens and closes them, as texts or as patterns. Read here is
-what fits one of our records: a reasoning, and calls whose patterns are texts with white space and
-one name in between. For the rest the chat template speaks.
+It defines the parts of a message by texts or patterns that open and close them. Parts that fit our
+records are used: reasoning, and calls whose patterns consist of texts, white space and one name.
+Otherwise the format is detected from the chat template.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ESCAPES = {"n": "\n", "t": "\t"}
 
 
 def read_response_template(template: object) -> AnswerFormat | None:
-    """None where there is none, or nothing of it is understood."""
+    """The declared format; None if there is none, or no part of it fits."""
     fields = template.get("fields") if isinstance(template, Mapping) else None
     if not isinstance(fields, Mapping):
         return None
@@ -53,7 +53,7 @@ def _reasoning(field: object) -> ReasoningMarks | None:
 
 
 def _calls(field: object) -> CallSyntax | None:
-    """Each match of the field must be one call."""
+    """The syntax of calls, if each match of the field is one call."""
     begin, end = _anchor(field, "open"), _anchor(field, "close")
     if begin is None or end is None or len(end) != 1 or not begin[0]:
         return None
@@ -70,7 +70,7 @@ def _calls(field: object) -> CallSyntax | None:
 
 
 def _named_body(field: Mapping[str, Any], name_end: Markers) -> CallBody | None:
-    """`name_end`: what is between the name and the arguments. Without what ends the call."""
+    """The body without the end of the call. name_end: the text between name and arguments."""
     options = field.get("content_args") or {}
     if field.get("content") == "xml-inline":
         pattern = str(options.get("tag_pattern"))
@@ -86,12 +86,12 @@ def _named_body(field: Mapping[str, Any], name_end: Markers) -> CallBody | None:
         return NamedJson(name_end)
     if name_end or not all(begin == close for begin, close in quotes or ()):
         return None
-    # The braces are the object's own.
+    # The braces belong to the object.
     return LiteralArguments("{", ":", "}", ",", (*(begin for begin, _ in quotes or ()), '"'))
 
 
 def _anchor(field: object, name: str) -> list[Markers] | None:
-    """The texts before, between and after the names in what opens or closes a field."""
+    """The texts before, between and after names in the opening or closing of a field."""
     if not isinstance(field, Mapping):
         return None
     literal, pattern = field.get(name), field.get(f"{name}_pattern")
@@ -103,7 +103,7 @@ def _anchor(field: object, name: str) -> list[Markers] | None:
 
 
 def _pieces(pattern: str) -> list[Markers] | None:
-    """The texts of a pattern between its groups; None where it is more than texts and gaps."""
+    """The texts of a pattern between its groups; None if it has more than texts and gaps."""
     parts: list[Markers] = []
     for part in _GROUP.split(pattern):
         texts = []

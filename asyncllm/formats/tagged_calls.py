@@ -1,4 +1,4 @@
-"""Calls whose arguments stand between tags: made JSON, by the types in the tool's schema."""
+"""Reads calls with arguments between tags; they become JSON by the types in the tool's schema."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ _KEY = re.compile(r'[^<>"\n]+')
 
 
 def read_tagged_call(call: OpenCall, body: TaggedArguments) -> Reading[bool]:
-    """False where it breaks off: its arguments are closed then, unless the text has ended.
-
-    The text of an argument is held until its value comes.
+    """Read a call. False if it is incomplete; its arguments are closed then, unless the text has
+    ended. An argument's name is held until its value comes.
     """
     cursor = call.cursor
     name = yield from call.read_name()
     if not call.may_be(name) or not (yield from cursor.literals(body.name_end)):
         return False
-    if call.is_tool(name):  # of another name nothing is out before an argument, or the end
+    if call.is_tool(name):  # a call of an unknown tool begins with its first argument, or its end
         call.begin(name)
     value_end = text_markers(body.value_end)
     opener = "{"
@@ -40,7 +39,7 @@ def read_tagged_call(call: OpenCall, body: TaggedArguments) -> Reading[bool]:
         elif not (yield from cursor.literals(body.key_end)):
             break
         elif body.string_key_end and types != STRING:
-            types -= STRING  # the marker announces JSON: a text in it has quotes
+            types -= STRING  # after this marker strings are JSON, with quotes
         _let_go(call, name)
         before = f"{opener}{_quoted(key)}: "
         opener = ", "
@@ -64,7 +63,7 @@ def _let_go(call: OpenCall, name: str) -> None:
 def _pass_value(
     call: OpenCall, before: str, types: frozenset[str], value_end: TextMarkers, lines: bool
 ) -> Reading[bool]:
-    """A text streams; what has to be converted waits for its end."""
+    """Pass a value on. Strings are streamed; values to be converted wait for their end."""
     if types == STRING:
         call.arguments(before + '"')
         if not (yield from _pass_text(call.cursor, _escaping(call), value_end, lines)):

@@ -1,7 +1,7 @@
-"""JSON schema's formats as regular expressions, in the dialect of Rust.
+"""The formats of JSON schema as regular expressions for whole texts, in Rust's syntax.
 
-Whole texts match; what one allows is valid. They are narrower than the standards where these allow
-rare forms: comments and quotes in addresses, leap seconds.
+Texts that match are valid. They exclude rare forms that the standards allow: comments and quotes in
+addresses, leap seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CLOCK = "([0-9]+H([0-9]+M([0-9]+S)?)?|[0-9]+M([0-9]+S)?|[0-9]+S)"
 _DAYS = "([0-9]+Y([0-9]+M([0-9]+D)?)?|[0-9]+M([0-9]+D)?|[0-9]+D)"
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9\\-]{0,61}[A-Za-z0-9])?"
-_HOST = rf"{_LABEL}(\.{_LABEL}){{0,3}}"  # the standard's 253 characters hold
+_HOST = rf"{_LABEL}(\.{_LABEL}){{0,3}}"  # at most the standard's 253 characters
 _WORD = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~\\-]+"
 _HEX = "[0-9A-Fa-f]"
 _OF_PATH = f"([A-Za-z0-9\\-._~!$&'()*+,;=:@]|%{_HEX}{_HEX})"
@@ -36,4 +36,4 @@ TEXT_FORMATS = {
     "uuid": rf"{_HEX}{{8}}(-{_HEX}{{4}}){{3}}-{_HEX}{{12}}",
     "uri": rf"[A-Za-z][A-Za-z0-9+.\-]*:(//{_AUTHORITY}|{_OF_PATH}+(/{_OF_PATH}*)*){_AFTER_PATH}",
 }
-ANNOTATIONS = frozenset({"password", "binary", "path"})  # how a text is shown or meant
+ANNOTATIONS = frozenset({"password", "binary", "path"})  # formats without constraints

@@ -1,6 +1,6 @@
-"""A set of markers to look for in text that arrives in pieces, halves of them at its end included.
+"""Searches text that arrives in pieces for markers, including incomplete ones at its end.
 
-Everything costs the length of the text, or of the longest marker for what is at its end.
+All methods are linear in the length of the text, or in the longest marker for the end of the text.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 
-MAX_HELD_SPACES = 64  # more white space than this is passed on although a marker may follow
+MAX_HELD_SPACES = 64  # more white space is passed on, although a marker may follow
 
 
 class TextMarkers:
@@ -26,22 +26,22 @@ class TextMarkers:
         self._longest = max(map(len, ordered), default=1)
 
     def search(self, text: str, at: int) -> re.Match[str] | None:
-        """The first marker that no further text could make a longer one; none behind such a one."""
+        """The first marker, unless more text could make it a longer one; then None."""
         match = self._pattern.search(text, at)
         if match and len(text) - match.start() < self._longest:
             return None if text[match.start() :] in self._heads else match
         return match
 
     def search_last(self, text: str, at: int) -> re.Match[str] | None:
-        """The same where no further text comes."""
+        """As `search`, when no more text comes."""
         return self._pattern.search(text, at)
 
     def none_in(self, text: str) -> bool:
-        """Return whether text that begins now holds no part of a marker, and no space to keep."""
+        """Whether a text contains no part of a marker, and no white space to hold."""
         return not self._first.search(text) and not text[-1:].isspace()
 
     def safe_end(self, text: str, at: int, max_spaces: int = MAX_HELD_SPACES) -> int:
-        """The end of what is neither half a marker nor white space that may precede one."""
+        """The index before an incomplete marker, and before white space that may precede one."""
         end = len(text)
         if self._first.search(text, max(at, end - self._longest)):
             for start in range(max(at, end - self._longest), end):
@@ -52,12 +52,13 @@ class TextMarkers:
 
 
 def before_spaces(text: str, at: int, end: int, max_spaces: int) -> int:
-    """The index where the last white space of text[at:end] begins, at most `max_spaces` of it."""
+    """The index of the white space at the end of text[at:end], of at most `max_spaces`
+    characters."""
     low = max(at, end - max_spaces)
     return low + len(text[low:end].rstrip())
 
 
 @lru_cache(maxsize=256)
 def text_markers(*markers: str) -> TextMarkers:
-    """The cached constructor, for the few sets that a format has."""
+    """A cached `TextMarkers`, as a format has few sets of markers."""
     return TextMarkers(markers)

@@ -1,8 +1,8 @@
-"""A JSON schema of a string as regular expressions for the text as it stands between tags.
+"""Regular expressions for unquoted text that satisfies the JSON schema of a string.
 
-In a JSON string llguidance keeps to these keywords itself. Lengths count code points, as JSON
-schema's do. A pattern may match anywhere in the text, unless it is anchored; `\\d`, `\\w` and `\\s`
-are those of ASCII. An inexpressible keyword is a `ValueError` that names it.
+(In JSON strings llguidance enforces these keywords itself.) Lengths count code points, as in JSON
+schema. A pattern may match anywhere in the text, unless it is anchored; `\\d`, `\\w` and `\\s`
+match ASCII only. Keywords that cannot be expressed raise a `ValueError` that names them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from asyncllm.formats.text_formats import ANNOTATIONS, TEXT_FORMATS
 
 TEXT_KEYWORDS = frozenset({"pattern", "format", "minLength", "maxLength"})
 ANYTHING = "(?s:.*)"
-_NO_MATCH_ALONE = frozenset("bBkAzZ123456789")  # after a backslash: places, and earlier groups
+_NO_MATCH_ALONE = frozenset("bBkAzZ123456789")  # after a backslash: positions, and back-references
 
 
 def text_regexes(schema: Mapping[str, Any]) -> list[str]:
-    """The whole text must match each. Raises `ValueError`."""
+    """Regexes that the whole text must match. Raises `ValueError`."""
     found = []
     if "minLength" in schema or "maxLength" in schema:
         found.append(_length(schema))
@@ -43,19 +43,19 @@ def _length(schema: Mapping[str, Any]) -> str:
 
 
 def is_unicode(value: object) -> TypeGuard[str]:
-    """A text without lone surrogates."""
+    """Whether it is a str without lone surrogates."""
     return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def searching(pattern: object) -> str:
-    """A regex for all texts in which `pattern` is found. Raises `ValueError`."""
+    """A regex for all texts that contain a match of `pattern`. Raises `ValueError`."""
     if not is_unicode(pattern):
         raise ValueError("pattern")
     return "|".join(map(_anywhere, _branches(pattern)))
 
 
 def _anywhere(branch: list[str]) -> str:
-    """Anchors may only stand at the two ends of a branch."""
+    """A branch that may match anywhere. Anchors are allowed at its two ends only."""
     begins, ends = branch[:1] == ["^"], branch[-1:] == ["$"]
     inner = branch[begins : len(branch) - ends]
     if "^" in inner or "$" in inner:
@@ -65,7 +65,7 @@ def _anywhere(branch: list[str]) -> str:
 
 
 def _branches(pattern: str) -> Iterator[list[str]]:
-    """The tokens of each alternative at the top."""
+    """The tokens of each top-level alternative."""
     depth, branch = 0, list[str]()
     for token in _tokens(pattern):
         depth += {"(": 1, ")": -1}.get(token[0], 0)
@@ -78,7 +78,7 @@ def _branches(pattern: str) -> Iterator[list[str]]:
 
 
 def _tokens(pattern: str) -> Iterator[str]:
-    """Characters, escapes, whole classes; "(?:" is one. Raises `ValueError`."""
+    """Characters, escapes, classes and "(?:" as tokens. Raises `ValueError`."""
     at = 0
     while at < len(pattern):
         length = 1
@@ -89,7 +89,7 @@ def _tokens(pattern: str) -> Iterator[str]:
         elif pattern[at] == "[":
             length = _class_length(pattern, at)
         elif pattern.startswith("(?", at):
-            if not pattern.startswith("(?:", at):  # looks around, or is no JSON schema's
+            if not pattern.startswith("(?:", at):  # look-around, or not of JSON schema
                 raise ValueError("pattern")
             length = 3
         yield pattern[at : at + length]
@@ -97,9 +97,10 @@ def _tokens(pattern: str) -> Iterator[str]:
 
 
 def _class_length(pattern: str, start: int) -> int:
-    """The length of a character class. In Rust's a bracket begins another, "&&" intersects."""
+    """The length of a character class. In Rust, a bracket in it begins a nested class, and "&&"
+    intersects."""
     at = start + (2 if pattern.startswith("[^", start) else 1)
-    if pattern[at : at + 1] == "]":  # here it is the class's end, there a member
+    if pattern[at : at + 1] == "]":  # an empty class here, a member in Rust
         raise ValueError("pattern")
     while at < len(pattern) and pattern[at] != "]":
         if pattern[at] == "[" or pattern[at : at + 2] in ("&&", "--", "~~"):

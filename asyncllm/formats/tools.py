@@ -1,6 +1,6 @@
-"""The tools of a request, checked: what may be called, and whether something must be.
+"""Parses the tools and the tool choice of a request, in the form of OpenAI's chat API.
 
-As OpenAI's chat API writes them; other APIs translate theirs to that. Errors name the field.
+Other APIs are converted to this form. Errors name the field.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from asyncllm.errors import InvalidRequestError
 
 MAX_TOOLS = 128  # OpenAI's
-MAX_SCHEMA_BYTES = 128 * 1024  # of all parameters together
+MAX_SCHEMA_BYTES = 128 * 1024  # of the parameters of all tools
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _MODES = ("none", "auto", "required")
@@ -23,9 +23,8 @@ _MODES = ("none", "auto", "required")
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """`parameters`: the JSON schema of an object. `strict`: its arguments must be valid.
-
-    `param`: where the parameters stand in the request.
+    """parameters: the JSON schema of an object. strict: arguments must satisfy it. param: the
+    field with the parameters in the request.
     """
 
     name: str
@@ -36,9 +35,8 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """`tools`: those that may be called, none of them if empty. `required`: one of them must.
-
-    `only_these`: no call of another name is one.
+    """tools: those that may be called. required: at least one must be called. only_these: calls of
+    other names are text.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -47,7 +45,7 @@ class ToolChoice:
 
 
 def parse_tools(raw: object) -> tuple[Tool, ...]:
-    """`tools` of a chat request. Raises `InvalidRequestError`."""
+    """Parse `tools` of a chat request. Raises `InvalidRequestError`."""
     if raw is None:
         return ()
     if not isinstance(raw, list):
@@ -69,7 +67,7 @@ def parse_tools(raw: object) -> tuple[Tool, ...]:
 
 
 def parse_tool_choice(raw: object, tools: Sequence[Tool]) -> ToolChoice:
-    """`tool_choice` of a chat request. Raises `InvalidRequestError`."""
+    """Parse `tool_choice` of a chat request. Raises `InvalidRequestError`."""
     if raw is None:
         raw = "auto" if tools else "none"
     if raw == "none":
@@ -110,7 +108,7 @@ def _parse_tool(raw: object, where: str) -> Tool:
 
 
 def _parse_parameters(raw: object, where: str) -> dict[str, Any]:
-    """A function without parameters takes none."""
+    """The parameters' schema; without one, the function takes none."""
     where = f"{where}.parameters"
     if raw is None:
         return {"type": "object", "properties": {}}
@@ -139,7 +137,7 @@ def _allowed(raw: object, tools: Sequence[Tool]) -> ToolChoice:
 
 
 def _named(raw: object, tools: Sequence[Tool], where: str) -> Tool:
-    """The tool that {"type": "function", "function": {"name": ...}} means."""
+    """The tool that {"type": "function", "function": {"name": ...}} names."""
     function = raw.get("function") if isinstance(raw, dict) else None
     if not isinstance(raw, dict) or raw.get("type") != "function" or not isinstance(function, dict):
         message = f'{where} must be {{"type": "function", "function": {{"name": ...}}}}'

@@ -1,4 +1,4 @@
-"""An argument's text as JSON, by the type that the tool's schema gives it."""
+"""Converts an argument's text to JSON, by its type in the tool's schema."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 STRING = frozenset({"string"})
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _MAX_UNION_DEPTH = 4
-_MAX_REFERENCES = 8  # from one to the next
+_MAX_REFERENCES = 8  # in a chain
 _REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/]+)")
 
 
 def resolved(schema: dict[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    """Resolve a reference into the definitions of `root`; a schema without one stays as it is."""
+    """The schema, or if it is a reference, the definition of `root` that it refers to."""
     for _ in range(_MAX_REFERENCES):
         match = _REFERENCE.fullmatch(str(schema.get("$ref")))
         definitions = root.get(match[1]) if match else None
@@ -28,7 +28,7 @@ def resolved(schema: dict[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def types_of(schema: object, depth: int = 0) -> frozenset[str]:
-    """The JSON types that a schema names; empty where it names none."""
+    """The JSON types that a schema names; empty if it names none."""
     if not isinstance(schema, dict):
         return frozenset()
     declared = schema.get("type")
@@ -47,7 +47,7 @@ def types_of(schema: object, depth: int = 0) -> frozenset[str]:
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """`text` as a value of one of `types` (of any, if none is named); else as a string."""
+    """`text` as a value of one of `types` (of any type, if there are none), else as a string."""
     if types == STRING:
         return json.dumps(text, ensure_ascii=False)
     stripped = text.strip()
@@ -68,7 +68,7 @@ def _refuse(constant: str) -> None:
 
 def _fits(value: Any, types: frozenset[str]) -> bool:
     kind = _type_of(value)
-    if kind == "string":  # quoted, where a string would stand bare
+    if kind == "string":  # quoted, although strings are written without quotes
         return "string" not in types
     if isinstance(value, float) and not math.isfinite(value):
         return False

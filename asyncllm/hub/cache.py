@@ -1,8 +1,8 @@
-"""The hub's cache on this machine: what was downloaded, by this program or by any other.
+"""The local cache of the hub, with models that this or other programs have downloaded.
 
-The layout is huggingface_hub's: `models--ORG--NAME/refs/REVISION` holds a commit, and the files of
-`models--ORG--NAME/snapshots/COMMIT/` are links to `models--ORG--NAME/blobs/HASH`. Nothing here asks
-the network.
+The layout is huggingface_hub's: `models--ORG--NAME/refs/REVISION` holds a commit, and the files in
+`models--ORG--NAME/snapshots/COMMIT/` are links to `models--ORG--NAME/blobs/HASH`. The network is
+not used here.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Repo:
 
     @classmethod
     def parse(cls, text: str, revision: str | None = None) -> Repo | None:
-        """ORG/NAME[@REVISION]; None for what is no name of the hub.
+        """Parse ORG/NAME[@REVISION]; None for anything else.
 
-        Raises `ModelLoadError` for two revisions, or one that cannot be.
+        Raises `ModelLoadError` for two different revisions, or an invalid one.
         """
         name, at, own = text.partition("@")
         if not _NAME.fullmatch(name) or len(name) > MAX_NAME:
@@ -50,7 +50,7 @@ class Repo:
 
 
 def cache_folder(download_dir: str | None) -> Path:
-    """download_dir, or where HF_HUB_CACHE or HF_HOME say, or huggingface_hub's default."""
+    """download_dir, or the folder of HF_HUB_CACHE or HF_HOME, or huggingface_hub's default."""
     if download_dir is not None:
         return Path(download_dir).expanduser()
     from huggingface_hub.constants import HF_HUB_CACHE
@@ -67,12 +67,12 @@ def snapshot_folder(cache: Path, repo: Repo, commit: str) -> Path:
 
 
 def unverified_mark(cache: Path, repo: Repo, commit: str) -> Path:
-    """The file that is there while a download is not yet complete and verified."""
+    """A file that exists until a download is complete and verified."""
     return storage_folder(cache, repo) / f"{commit}.unverified"
 
 
 def find_snapshot(cache: Path, repo: Repo) -> Path | None:
-    """The snapshot of a revision, whatever is in it; None where there is none to be used."""
+    """The snapshot of a revision, complete or not; None if there is none, or it is unverified."""
     commit = repo.revision
     if not COMMIT.fullmatch(commit):
         try:
@@ -85,12 +85,14 @@ def find_snapshot(cache: Path, repo: Repo) -> Path | None:
 
 
 def cached_repos(cache: Path) -> Iterator[Repo]:
-    """Every model and revision of the cache that has a name, in order."""
+    """All models and named revisions in the cache, in order, including incomplete downloads."""
     for storage in sorted(cache.glob("models--*--*")):
         repo = Repo.parse(storage.name.removeprefix("models--").replace("--", "/", 1))
         if repo is None:
             continue
         refs = [file for file in sorted((storage / "refs").rglob("*")) if file.is_file()]
+        if not refs and any(storage.glob("*.unverified")):
+            yield repo
         for ref in refs:
             revision = ref.relative_to(storage / "refs").as_posix()
             if _REVISION.fullmatch(revision):

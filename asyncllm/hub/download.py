@@ -1,9 +1,8 @@
-"""A model by its name on the hub: from the cache, else downloaded by huggingface_hub.
+"""Finds a model of the hub in the cache, or downloads it with huggingface_hub.
 
-What is downloaded is chosen from the hub's list, must fit on the disk, and is compared with the
-list's sizes and hashes; until all of it was, the cache does not count as holding it. A connection
-that breaks is taken up where it broke. It blocks: call it before an event loop runs, or in a
-thread.
+The files are chosen from the hub's list, must fit on the disk, and are compared with the sizes and
+hashes of the list; until all are verified, the cache does not count as having the model. Broken
+downloads are resumed. The functions block: call them before an event loop runs, or in a thread.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from asyncllm.hub.files import (
     Part,
     is_small,
     missing_parts,
+    size_text,
     weight_files,
     what_instead,
 )
@@ -40,16 +40,16 @@ from asyncllm.hub.listing import Listing, RemoteFile, hub_error, read_listing
 
 logger = logging.getLogger("asyncllm")
 
-NUM_THREADS = 4  # files at a time
+NUM_THREADS = 4  # files downloaded at a time
 PIECE_BYTES = 1 << 20
-STOP_SECONDS = 5.0  # for a thread to see that it is to stop; a hub that is silent may take longer
+STOP_SECONDS = 5.0  # for threads to stop; longer if the hub is silent
 _ETAG = re.compile(r'(W/)?"?[\w-]+"?')
 
 
 def find_or_download(repo: Repo, cache: Path, needs: Collection[Part]) -> Path:
-    """The folder of a model that has the needed parts. Raises `ModelLoadError`.
+    """The folder of a model with the needed parts. Raises `ModelLoadError`.
 
-    A download also brings the small files of the other parts.
+    A download includes the small files of the other parts.
     """
     found = find_snapshot(cache, repo)
     lacking = list(needs) if found is None else missing_parts(found, needs)
@@ -64,7 +64,7 @@ def find_or_download(repo: Repo, cache: Path, needs: Collection[Part]) -> Path:
 
 
 def download(repo: Repo, cache: Path, with_weights: bool = True) -> Path:
-    """Ask the hub, download what is not there yet and verify all; the snapshot's folder.
+    """Ask the hub, download missing files and verify all. Returns the snapshot's folder.
 
     Raises `ModelLoadError`.
     """
@@ -86,7 +86,7 @@ def download(repo: Repo, cache: Path, with_weights: bool = True) -> Path:
 
 
 class _Download:
-    """The files of one commit into its snapshot's folder."""
+    """Downloads the files of a commit to its snapshot's folder."""
 
     def __init__(self, repo: Repo, cache: Path, listing: Listing) -> None:
         self.folder = snapshot_folder(cache, repo, listing.commit)
@@ -95,7 +95,8 @@ class _Download:
         self._commit = listing.commit
 
     def fetch(self, files: Iterable[RemoteFile]) -> None:
-        """Several at a time; those that are there are verified alone. Raises `ModelLoadError`."""
+        """Fetch several files at a time; existing ones are only verified. Raises
+        `ModelLoadError`."""
         from huggingface_hub.utils.tqdm import tqdm
 
         files = list(files)
@@ -103,7 +104,7 @@ class _Download:
         num_bytes = sum(file.size or 0 for file in absent)
         self._check_space(num_bytes)
         if not all(is_small(file.name) for file in absent):
-            logger.info("downloading %s: %.3g GB to %s", self._repo, num_bytes / 1e9, self._cache)
+            logger.info("downloading %s: %s to %s", self._repo, size_text(num_bytes), self._cache)
         bar = tqdm(total=num_bytes, unit="B", unit_scale=True, desc=str(self._repo), disable=None)
         stop = Event()
         part = _part_of(bar, stop)
@@ -113,7 +114,7 @@ class _Download:
             try:
                 for each in running:
                     each.result()
-            finally:  # after Ctrl-C too: no thread goes on, and no partial file is left
+            finally:  # also after Ctrl-C: end the threads, and leave no partial file
                 stop.set()
                 threads.shutdown(wait=False, cancel_futures=True)
                 wait([each for each in running if not each.cancelled()], STOP_SECONDS)
@@ -143,15 +144,15 @@ class _Download:
         free = shutil.disk_usage(folder).free
         if num_bytes > free:
             raise ModelLoadError(
-                f"{self._repo}: {num_bytes / 1e9:.3g} GB to download, but {self._cache} has "
-                f"{free / 1e9:.3g} GB left: free some, or choose another --download-dir"
+                f"{self._repo}: {size_text(num_bytes)} to download, but {self._cache} has "
+                f"{size_text(free)} left: free some, or choose another --download-dir"
             )
 
 
 def _verify(repo: Repo, file: RemoteFile, path: Path) -> None:
-    """Removes what is not what the list says, so that it is downloaded again."""
+    """Raise if a file differs from the list, and remove it, so that it is downloaded again."""
     algorithm, digest = file.algorithm, file.digest
-    if digest is None:  # a mirror that tells none in its list names the blob by it
+    if digest is None:  # a mirror without hashes in its list names the blob by its hash
         digest = path.resolve().name
         algorithm = {64: "sha256", 40: "sha1"}.get(len(digest))
     size = path.stat().st_size
@@ -169,7 +170,7 @@ def _verify(repo: Repo, file: RemoteFile, path: Path) -> None:
 
 
 def _digest(path: Path, algorithm: str, size: int) -> str:
-    """sha1 is git's of a blob: with a header in front."""
+    """The hash of a file; sha1 is git's hash of a blob, with a header."""
     hashed = hashlib.new(algorithm, usedforsecurity=False)
     if algorithm == "sha1":
         hashed.update(b"blob %d\0" % size)
@@ -180,7 +181,7 @@ def _digest(path: Path, algorithm: str, size: int) -> str:
 
 
 def _write_ref(cache: Path, repo: Repo, commit: str) -> None:
-    """A branch or tag is known from now on without asking the hub."""
+    """Record the commit of a branch or tag, so that it is known without asking the hub."""
     if COMMIT.fullmatch(repo.revision):
         return
     file = storage_folder(cache, repo) / "refs" / repo.revision
@@ -192,7 +193,7 @@ def _write_ref(cache: Path, repo: Repo, commit: str) -> None:
 
 @contextmanager
 def _checked_answers() -> Iterator[None]:
-    """huggingface_hub names files by the ETag that the hub sends: it must be no path."""
+    """Check that no ETag of the hub is a path, as huggingface_hub names files by it."""
     from huggingface_hub import get_session
 
     def check(response: Any) -> None:
@@ -212,7 +213,8 @@ def _checked_answers() -> Iterator[None]:
 
 
 def _part_of(bar: Any, stop: Event) -> type:
-    """The class of huggingface_hub's bar for one file: it moves the bar of all, until `stop`."""
+    """A class for huggingface_hub's progress bar of a file: it advances the common bar, and raises
+    after `stop`."""
     from huggingface_hub.utils.tqdm import tqdm
 
     class Part(tqdm):
@@ -225,9 +227,9 @@ def _part_of(bar: Any, stop: Event) -> type:
             bar.update(n)
 
         def update_transfer(self, n: float | None = 1) -> None:
-            """Bytes from the network, where those written are counted apart (Xet)."""
+            """Bytes from the network, if written bytes are counted separately (Xet); ignored."""
 
         def set_transfer_postfix_str(self, *args: Any, **options: Any) -> None:
-            """Their speed."""
+            """The network's speed; ignored."""
 
     return Part

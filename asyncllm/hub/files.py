@@ -1,7 +1,7 @@
-"""Which files make a model, in a folder and in a repository of the hub. No pickles, no code.
+"""The files of a model, in a folder or in a repository of the hub. No pickles, no code.
 
-Weights are `model.safetensors` or else the shards that its index names, as `models/checkpoint.py`
-reads them: a repository often holds the same weights a second time in another form.
+Weights are `model.safetensors`, or else the shards that the index names, as in
+`models/checkpoint.py`; many repositories have the same weights in other formats, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from asyncllm.errors import ModelLoadError
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# At least one of these holds the vocabulary; transformers can make an empty tokenizer without.
+# One of these must have the vocabulary; without one transformers may make an empty tokenizer.
 VOCABULARY_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
     "sentencepiece.bpe.model",
@@ -29,21 +29,30 @@ SMALL = re.compile(
 Part = Literal["config", "tokenizer", "weights"]
 
 
+def size_text(num_bytes: float) -> str:
+    """With three digits, in the unit in which it has one to three before the point."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
+
+
 def missing_parts(folder: Path, needs: Iterable[Part]) -> list[Part]:
-    """The needed parts of a model that `folder` does not hold, or not whole."""
+    """The needed parts of a model that are missing or incomplete in `folder`."""
     holds = {"config": _holds_config, "tokenizer": _holds_tokenizer, "weights": _holds_weights}
     return [part for part in needs if not holds[part](folder)]
 
 
 def is_small(name: str) -> bool:
-    """Configurations, tokenizer and chat templates; the index of the weights too."""
+    """Whether it is a configuration, a tokenizer's file, a chat template, or the weights' index."""
     return SMALL.fullmatch(name) is not None and not name.startswith("pytorch_model")
 
 
 def weight_files(folder: Path, names: Collection[str], source: str) -> list[str]:
-    """The weights among a repository's `names`; `folder` holds its index, if it has one.
+    """The weight files among a repository's `names`. folder: has its index, if there is one.
 
-    source: the repository as messages name it. Raises `ModelLoadError` where there are none.
+    source: the repository's name in messages. Raises `ModelLoadError` if there are no weights.
     """
     if SINGLE_FILE in names:
         return [SINGLE_FILE]
@@ -56,7 +65,7 @@ def weight_files(folder: Path, names: Collection[str], source: str) -> list[str]
 
 
 def read_shards(index_file: Path) -> list[str]:
-    """The file names in an index, in order. Raises `ModelLoadError`."""
+    """The shards that an index names, in order. Raises `ModelLoadError`."""
     try:
         shards = set(json.loads(index_file.read_bytes())["weight_map"].values())
         ordered = sorted(shards)
@@ -84,7 +93,7 @@ def _holds_weights(folder: Path) -> bool:
 
 
 def what_instead(names: Iterable[str]) -> str:
-    """Weights in forms that are not read from a hub, as the end of a message."""
+    """The end of a message: weights in formats that are not read from a hub."""
     pickled = [name for name in names if name.endswith(PICKLED)]
     if pickled:
         return f", only pickled weights ({pickled[0]}), which are never read: that runs their code"

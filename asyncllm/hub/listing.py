@@ -1,7 +1,7 @@
-"""The hub's list of a model's repository: names, sizes and hashes of one commit.
+"""The hub's list of the files in a model's repository: names, sizes and hashes of one commit.
 
-The hub need not be huggingface.co (HF_ENDPOINT), and whoever answers there is not trusted with more
-than the token: the answer is read up to a limit, parsed by type, and its names are checked.
+The hub may be another one than huggingface.co (HF_ENDPOINT). Its answers are not trusted: they are
+read up to a limit and parsed with types, and names are checked.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from asyncllm.errors import ModelLoadError, one_line
 from asyncllm.hub.cache import COMMIT, MAIN, Repo
 
 MAX_LIST_BYTES = 16 << 20  # about 80,000 files
-MAX_RETRIES = 3  # after 1, 2 and 4 seconds, of a hub that is busy (429, 5xx)
+MAX_RETRIES = 3  # after 1, 2 and 4 seconds, if the hub is busy (429, 5xx)
 _HASHES = {"sha256": re.compile("[0-9a-f]{64}"), "sha1": re.compile("[0-9a-f]{40}")}
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """`digest` is of the contents, or of git's blob of them; None where the hub tells none."""
+    """digest: the hash of the contents, or of git's blob; None if the hub sends none."""
 
     name: str
     size: int | None  # bytes
@@ -55,7 +55,7 @@ class _Answer(msgspec.Struct):
 
 
 def read_listing(repo: Repo) -> Listing:
-    """Ask the hub. Raises `ModelLoadError`."""
+    """Ask the hub for a repository's list. Raises `ModelLoadError`."""
     from huggingface_hub import constants
 
     source = f"{repo} at {constants.ENDPOINT}"
@@ -78,11 +78,11 @@ def read_listing(repo: Repo) -> Listing:
 
 
 def hub_error(repo: Repo, error: Exception) -> ModelLoadError:
-    """A library's error in words that say what can be done about it."""
+    """An error that says what can be done about a library's error."""
     from huggingface_hub import constants, get_token
 
     where = constants.ENDPOINT
-    for each in (error, error.__cause__):  # the library's word on the cache hides the hub's
+    for each in (error, error.__cause__):  # the library's error about its cache hides the hub's
         status: int | None = getattr(getattr(each, "response", None), "status_code", None)
         if status is not None:
             break
@@ -101,7 +101,7 @@ def hub_error(repo: Repo, error: Exception) -> ModelLoadError:
 
 
 def _get(url: str) -> bytearray:
-    """The body, or the first bytes of one above the limit. Raises the library's errors."""
+    """The body of an answer, cut above the limit. Raises the library's errors."""
     from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
@@ -110,7 +110,7 @@ def _get(url: str) -> bytearray:
         "headers": build_hf_headers(library_name="asyncllm"),
         "timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT,
         "max_retries": MAX_RETRIES,
-        "retry_on_exceptions": (),  # no network: said at once
+        "retry_on_exceptions": (),  # without a network, fail at once
     }
     with http_stream_backoff("GET", url, **how) as response:
         hf_raise_for_status(response)

@@ -72,7 +72,7 @@ class Start:
     block_size: int
     layers: Sequence[AttentionLayer]  # their norms' weights may be without memory
     sizes: DenseShape
-    is_dense: bool  # False: `sizes` do not say all
+    dense_weights: str | None  # as persistent_decode has them; None: `sizes` do not say all
     attention_backend: str
     has_fast_ops: bool  # the model runs by our kernels, not by torch's
     captures_prefills: bool

@@ -3,9 +3,10 @@
 A kernel launched so (`launch_pdl=True`) runs as soon as every program of the one before it has
 called `start_next` or ended, and may do what depends on no earlier kernel: compute addresses, ask
 for weights. `wait_previous` then returns when the kernel before has ended and its writes are seen;
-that kernel waited for its own predecessor, so all earlier ones have ended too. Hence the rule for
+that kernel waited for its own predecessor, so all earlier ones have ended too. Hence the rules for
 every kernel that is launched so: before the wait it reads only what no kernel since the last
-ordinary launch has written, and writes nothing.
+ordinary launch has written, and writes nothing; and programs that have nothing to do wait as well,
+as the next kernel's wait is for this one alone.
 """
 
 from __future__ import annotations
@@ -35,6 +36,16 @@ def wait_previous():
         "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )
     return tl.multiple_of(zero, 16)
+
+
+@triton.jit
+def prefetch(ptr):
+    """Ask for the lines of these addresses, which then come from L2. Writes no register, so that
+    nothing before the wait waits for memory."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptr],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @cache

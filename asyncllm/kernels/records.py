@@ -220,14 +220,29 @@ class WholeWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoRAWeights:
-    """Hold what all adapter slots have of a linear layer; see models/layers/lora.py."""
+    """Hold what all adapter slots have of a linear layer; see models/layers/lora.py. Of an
+    embedding `a` lies transposed: [slots, tokens, max_rank]."""
 
     a: torch.Tensor  # [slots, parts * max_rank, in]
     b: torch.Tensor  # [slots, out, max_rank]
     bias: torch.Tensor  # [slots, out]
     gain: torch.Tensor  # [slots, out]
     sizes: tuple[int, ...]  # of each part, in output features
+    index: int  # of the layer, among those that have adapters
     whole: tuple[WholeWeights, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterRows:
+    """The rows of one pass, gathered by their slots into tiles that each have one.
+
+    A kind is 0 where a tile's slot has nothing of a layer; 2 * slot where it has matrices, and one
+    more where it has biases or gains, too.
+    """
+
+    slots: torch.Tensor  # int64 [T], of each row
+    rows: torch.Tensor  # int32 [tiles, rows of a tile]; behind them -1
+    tiles: torch.Tensor  # int32 [layers, tiles]: the kinds
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The aiohttp app: routes.py behind the middlewares. Run it with `handler_cancellation=True`."""
+"""The aiohttp application: its middlewares and routes. Run it with `handler_cancellation=True`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ REQUEST_ID = re.compile("[A-Za-z0-9._-]{1,128}")
 
 
 def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
-    """The app for one engine, which need not have started yet."""
+    """The application for `engine`, which need not be started yet."""
     routes = list(served_routes(args))
     prefixes = ["", *([args.root_path] if args.root_path else ())]
     public = frozenset(
@@ -75,6 +75,7 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
     if args.otlp_traces_endpoint is not None:
         _add_tracing(app, service, args.otlp_traces_endpoint)
     app[METRICS] = Metrics(engine, service.model_names[0], args.metrics_prefix)
+    app.on_response_prepare.append(app[METRICS].count_response)
     app[DOCUMENT] = Document(routes, bool(args.keys()), args.root_path)
     for prefix in prefixes:
         app.add_routes(
@@ -86,7 +87,7 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
 
 
 def _checks(args: ServerArgs, public: frozenset[str]) -> Iterator[Check]:
-    """The checks that these flags switch on."""
+    """The checks that the flags enable."""
     if are_hosts_checked(args):
         yield host_check(args)
     if args.keys():
@@ -94,7 +95,7 @@ def _checks(args: ServerArgs, public: frozenset[str]) -> Iterator[Check]:
 
 
 def _add_tracing(app: web.Application, service: Service, endpoint: str) -> None:
-    # OpenTelemetry is an extra: only users of the flag must have it.
+    # OpenTelemetry is optional: imported only if the flag is used.
     from asyncllm.server.observability.tracing import (
         Tracing,
         make_exporter,
@@ -118,7 +119,7 @@ def _add_page(app: web.Application, engine: AsyncLLMEngine) -> None:
 
 
 def _import_middleware(name: str) -> Middleware:
-    """`module:name`, or vLLM's `module.name`: a function, or a class to make one of.
+    """Import `module:name`, or `module.name` as vLLM has it: a function, or a class to instantiate.
 
     Raises `ValueError` naming the flag.
     """
@@ -126,7 +127,7 @@ def _import_middleware(name: str) -> Middleware:
     try:
         found = getattr(importlib.import_module(module), attribute)
         made = found() if isinstance(found, type) else found
-    except Exception as error:  # whatever the module does
+    except Exception as error:  # the module may raise anything
         raise ValueError(f"middleware {name}: {error!r}") from error
     if not callable(made):
         raise ValueError(f"middleware {name}: is not callable")
@@ -138,7 +139,7 @@ async def _close_threads(app: web.Application) -> None:
 
 
 def _report_load(request: web.Request, response: web.StreamResponse) -> None:
-    """An ORCA load report for a balancer that asks for one, as vLLM's of whole answers."""
+    """Add the ORCA load report that a load balancer asks for, as vLLM does."""
     wanted = request.headers[LOAD_FORMAT].lower()
     service = request.app[SERVICE]
     if wanted not in ("text", "json") or service.engine.health() is not None:
@@ -156,14 +157,14 @@ def _report_load(request: web.Request, response: web.StreamResponse) -> None:
 
 
 async def _name_server(request: web.Request, response: web.StreamResponse) -> None:
-    """Replace aiohttp's own, which tells the versions of Python and aiohttp."""
+    """Replace aiohttp's header, which discloses the versions of Python and aiohttp."""
     response.headers["Server"] = "asyncllm"
     if LOAD_FORMAT in request.headers:
         _report_load(request, response)
 
 
 async def _echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    """For the client's own logs; the engine never sees it."""
+    """Return the client's request id, for its logs; the engine does not use it."""
     request_id = request.headers.get("X-Request-Id")
     if request_id is not None and REQUEST_ID.fullmatch(request_id):
         response.headers["X-Request-Id"] = request_id

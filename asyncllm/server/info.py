@@ -22,7 +22,7 @@ _STARTED = int(time.time())
 
 async def list_models(http: web.Request) -> web.Response:
     service = http.app[SERVICE]
-    adapters = service.engine.list_loras()
+    adapters = await service.engine.list_loras()
     names = [*service.model_names, *(adapter.lora_name for adapter in adapters)]
     cards = [_model_card(service, name) for name in names]
     ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.errors import LoRALoadError
-from asyncllm.lora import LoRARequest
+from asyncllm.lora import CONFIG_FILE, WEIGHTS_FILE, LoRARequest
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.http.bodies import read_body
 from asyncllm.server.http.errors import ApiError, bad_request
@@ -74,8 +74,11 @@ async def load_lora_adapter(http: web.Request) -> web.Response:
     name, path = request.lora_name, request.lora_path
     if not name or not path:
         raise bad_request("lora_name and lora_path must both be given", "lora_name")
-    if len(name) > MAX_NAME_CHARS or name in service.model_names:
-        raise bad_request("lora_name is too long or the model's own name", "lora_name")
+    if len(name) > MAX_NAME_CHARS:
+        why = f"lora_name has {len(name)} characters, at most {MAX_NAME_CHARS}"
+        raise bad_request(why, "lora_name")
+    if name in service.model_names:
+        raise bad_request(f"lora_name {name!r} is the model's own name", "lora_name")
     if service.engine.find_lora(name) is not None and not request.load_inplace:
         raise bad_request(f"the lora adapter {name!r} has already been loaded", "lora_name")
     folder = _allowed(path, service)
@@ -93,22 +96,24 @@ async def unload_lora_adapter(http: web.Request) -> web.Response:
     request = await read_body(http, UnloadLoRARequest)
     if not request.lora_name:
         raise bad_request("lora_name must be given", "lora_name")
-    if not service.engine.remove_lora(request.lora_name):
+    if not await service.engine.remove_lora(request.lora_name):
         raise ApiError(404, f"the lora adapter {request.lora_name!r} cannot be found", "lora_name")
     return web.Response(text=f"Success: LoRA adapter '{request.lora_name}' removed successfully.")
 
 
 def _allowed(path: str, service: Service) -> Path:
-    """The folder, if it lies below one of --lora-root; no link leads out of it."""
+    """The folder, if it and its files lie below one of --lora-root, wherever links lead."""
     roots = [Path(root).resolve() for root in service.args.lora_root or []]
     try:
         folder = Path(path).resolve()
-        is_allowed = any(folder.is_relative_to(root) for root in roots)
+        files = (folder, *((folder / name).resolve() for name in (CONFIG_FILE, WEIGHTS_FILE)))
+        is_allowed = all(any(each.is_relative_to(root) for root in roots) for each in files)
         is_there = is_allowed and folder.is_dir()
     except (OSError, ValueError) as error:  # a name with a zero byte, or too long
         raise bad_request(f"lora_path: {error}", "lora_path") from error
     if not is_allowed:
-        raise ApiError(403, "lora_path is below none of the folders of --lora-root", "lora_path")
+        why = f"lora_path {path}, or a file in it, is below none of the folders of --lora-root"
+        raise ApiError(403, why, "lora_path")
     if not is_there:
         raise ApiError(404, f"lora_path {path} is no folder", "lora_path")
     return folder

@@ -17,8 +17,8 @@ from asyncllm.errors import LoRALoadError
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.lora_adapter import AdapterInfo, read_adapter
 from asyncllm.step_plan import StepKind, StepShape
-from asyncllm.types import StepResult
-from asyncllm.worker.executor import Collect, Executor, LaunchedStep
+from asyncllm.types import LaunchedStep, StepResult
+from asyncllm.worker.executor import Collect, Executor
 from asyncllm.worker.ranks.group import WorkerGroup
 from asyncllm.worker.ranks.messages import Kind
 

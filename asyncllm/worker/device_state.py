@@ -1,11 +1,10 @@
-"""The state of all sequences on the device, indexed by slot; slot 0 is padding.
+"""The device state of all sequences, indexed by slot; slot 0 is padding.
 
-Other tensors that outlive a step (input buffers, pages, workspaces) are listed in
-docs/ARCHITECTURE.md.
+docs/ARCHITECTURE.md lists other tensors that outlive a step (input buffers, pages, workspaces).
 
-Readers and writers are device work on the one compute stream, in step order, so no tensor here
-needs an event. S = slots (running sequences + 1), G = cache groups,
-P = pages per sequence, V = vocabulary.
+All readers and writers run on one compute stream, in the order of the steps, so no tensor here
+needs an event. S = slots (running sequences + 1), G = cache groups, P = pages per sequence,
+V = vocabulary.
 
   tensor           dtype  shape      written by                    read by
   last_tokens      int32  [S]        init, sampler                 the next decode's embedding
@@ -57,7 +56,7 @@ class DeviceState:
         self.positions = int32(num_slots)
         self.prompt_lens = int32(num_slots)
         self.block_tables = int32(num_groups, num_slots, pages_per_sequence)
-        # One tensor, so that a slot's parameters arrive in one copy; the views name its rows.
+        # One tensor, so that a slot's parameters are copied at once; the views name its rows.
         self.float_params = torch.zeros(
             len(FLOAT_PARAMS), num_slots, dtype=torch.float32, device=device
         )
@@ -72,8 +71,8 @@ class DeviceState:
         self.allowed: torch.Tensor | None = None
 
     def apply(self, extras: SamplingExtras[torch.Tensor]) -> None:
-        """Write what few sequences that take slots have: tokens that count for penalties, tokens
-        that are allowed. The rest is written by a `WriteSlots` (slot_changes.py)."""
+        """Write the state that few sequences need: token counts for penalties, allowed tokens.
+        A `WriteSlots` kernel writes the rest (slot_changes.py)."""
         if extras.prompt_tokens is not None:
             _set_true(self.in_prompt, extras.prompt_tokens)
         if extras.output_tokens is not None:
@@ -88,64 +87,63 @@ class DeviceState:
 
     @property
     def penalties(self) -> tuple[torch.Tensor, ...]:
-        """Presence, frequency and repetition penalties, counts, and what is in the prompt."""
+        """Presence, frequency and repetition penalties, output counts, and tokens in the prompt."""
         params = (self.presence_penalties, self.frequency_penalties, self.repetition_penalties)
         return *params, self.output_counts, self.in_prompt
 
     def count_inputs(self, slots: torch.Tensor) -> None:
-        """Count each slot's last token, which is the decode step's input, as output; once per step.
-        Only then is it final: a step that is sampled again may choose another token."""
+        """Count each slot's last token, the input of a decode step, as output; once per step. It is
+        final only now, as a step that is sampled again may choose another token."""
         places = slots, self.last_tokens[slots]
         self.output_counts.index_put_(places, self.is_penalised(slots).int(), accumulate=True)
 
     def is_penalised(self, slots: torch.Tensor) -> torch.Tensor:
-        """bool. The padding slot never is."""
+        """Which slots have penalties: bool, False for the padding slot."""
         presence, frequency = self.presence_penalties[slots], self.frequency_penalties[slots]
         is_penalised = (presence != 0) | (frequency != 0) | (self.repetition_penalties[slots] != 1)
         return is_penalised & (slots != 0)
 
     def advance(self, slots: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
-        """Each slot's sampled token, and the position that it will be computed at.
+        """Write each slot's sampled token, and the position at which it will be computed.
 
-        Padding rows all write slot 0, whose position stays 0.
+        All padding rows write slot 0, whose position stays 0.
         """
         self.last_tokens[slots] = tokens.clamp(min=0)  # NON_FINITE_TOKEN has no embedding
         self.positions[slots] = torch.where(slots == 0, 0, positions)
 
 
 def _set_true(table: torch.Tensor, lists: SlotTokens[torch.Tensor]) -> None:
-    """bool [slots, V]: these tokens of these slots, and no others. By no scalar that would have to
-    travel to the device: `[slots] = False` would synchronise."""
+    """Set bool [slots, V] for these tokens of these slots and clear their others. Assigning a
+    scalar, as in `[slots] = False`, would synchronise with the device."""
     table.index_fill_(0, lists.slots.long(), False)
     places = lists.row_slots, lists.tokens
     table.index_put_(places, torch.ones_like(lists.tokens, dtype=torch.bool))
 
 
-# (state, slots int32 [rows]) -> of a step of decodes alone the last tokens and the positions of the
-# tokens to be sampled, int32 [rows], and the rows. Counts the inputs. Only enqueues, and may be
-# captured.
+# (state, slots int32 [rows]) -> the last tokens, int32 [rows], the positions of the tokens to
+# sample, int32 [rows], and the rows of a decode step. Counts the inputs. Only enqueues; capturable.
 GatherSlots = Callable[[DeviceState, torch.Tensor], tuple[torch.Tensor, torch.Tensor, DecodeRows]]
 
 
 def gather_slots_torch(
     state: DeviceState, slots: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, DecodeRows]:
-    """The reference `GatherSlots`."""
+    """The reference implementation of `GatherSlots`."""
     state.count_inputs(slots)
     rows = DecodeRows(state.block_tables[:, slots].unbind(), state.positions[slots])
     return state.last_tokens[slots], rows.positions + 1, rows
 
 
-# (state, slots int32 [rows], tokens of at least as many, block_size) -> the rows of decodes beside
-# prefills. Fills the first tokens, and counts them. A padding row (slot 0) leaves its token alone;
-# its position is -1. Only enqueues, and may be captured.
+# (state, slots int32 [rows], token buffers, block_size) -> the decode rows of a mixed step. Fills
+# the first tokens of the buffers, and counts them. A padding row (slot 0) leaves its token alone
+# and has position -1. Only enqueues; capturable.
 FillDecodes = Callable[[DeviceState, torch.Tensor, TokenBuffers, int], DecodeRows]
 
 
 def fill_decodes_torch(
     state: DeviceState, slots: torch.Tensor, tokens: TokenBuffers, block_size: int
 ) -> DecodeRows:
-    """The reference `FillDecodes`."""
+    """The reference implementation of `FillDecodes`."""
     state.count_inputs(slots)
     first, is_valid = tokens.first(len(slots)), slots > 0
     rows = DecodeRows(state.block_tables[:, slots].unbind(), state.positions[slots])

@@ -1,14 +1,14 @@
-"""Waiting for the device without blocking the event loop and without burning a core.
+"""Waits for the device without blocking the event loop, and without occupying a core.
 
-A step is awaited coarsely, by a thread that sits in the driver without the GIL; its wake-up costs
-50 to 100 us and more in a virtual machine. A step that is about to end is polled instead, between
-other turns of the loop: steps run one after the other and take about as long as the last of their
-shape, so the end is known to a few per cent. Where somebody waits for a first token, "about" begins
-earlier. Polling is bounded by the two together per step; idle costs nothing. (Letting the thread
-sleep until shortly before the end polls them all, but one slow step then makes the next ones slow.)
+A thread waits in the driver, without the GIL. Its wake-up takes 50 to 100 us, and more in a virtual
+machine. So a step that is about to end is polled instead, between other callbacks of the loop.
+Steps run one after another and take about as long as the last one of the same shape, so the end is
+known to a few per cent. Polling starts earlier for steps with prompts, as a client may wait for its
+first token. The polling time per step is bounded, and idle time costs nothing. (If the thread slept
+until shortly before the end, all steps could be polled, but one slow step would delay the next.)
 
-The thread needs the GIL to report it, which a loop that is busy with a burst of requests gives up
-every 5 ms at best: so from the expected end on the loop looks for itself, too.
+The thread needs the GIL to report the end, and a busy loop releases it every 5 ms at best. So after
+the expected end the loop checks the event itself, too.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Protocol
 from asyncllm.step_plan import StepKind, StepShape
 
 POLL_S = 200e-6  # before and after the expected end
-PROMPTS_POLL_S = 2e-3  # before that of a step with prompts
-LOOK_S = 1e-3  # between two looks while the thread waits
+PROMPTS_POLL_S = 2e-3  # before the expected end of a step with prompts
+LOOK_S = 1e-3  # between two checks while the thread waits
 
 
 class DeviceEvent(Protocol):
-    """The part of `torch.cuda.Event` that is used."""
+    """The used part of `torch.cuda.Event`."""
 
     def query(self) -> bool: ...
 
@@ -40,28 +40,28 @@ _Waiting = tuple[DeviceEvent, asyncio.AbstractEventLoop, asyncio.Future[None]]
 
 
 class EventWaiter:
-    """Awaits the events of one stream, in their order. Owns one thread until `close`."""
+    """Awaits the events of a stream, in their order. Owns a thread until `close`."""
 
     def __init__(self) -> None:
-        self._last_end_s = 0.0  # of the clock, as seen by the host
-        # The last durations: None: decodes of any number of rows; few other shapes, and bounded.
+        self._last_end_s = 0.0  # when the host noticed the last end
+        # The last duration of each shape; None stands for decode steps of any number of rows.
         self._step_s: dict[StepShape | None, float] = {}
         self._queue: SimpleQueue[_Waiting | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="asyncllm-wait", daemon=True)
         self._thread.start()
 
     async def wait(self, event: DeviceEvent, submitted_s: float, shape: StepShape | None) -> None:
-        """Until the event. `submitted_s`: by `perf_counter`. Raises what the device raised.
+        """Wait for the event. Raises what the device raised.
 
-        `shape`: the step's; None: nothing is known of how long it takes.
+        submitted_s: by `perf_counter`. shape: the step's; None: its duration is unknown.
         """
         if event.query():
-            self._last_end_s = time.perf_counter()  # or earlier: no measure of a step
+            self._last_end_s = time.perf_counter()  # or earlier, so not used as a duration
             return
         start_s = max(submitted_s, self._last_end_s)
         is_decode = shape is None or shape.kind is StepKind.DECODE
         key = None if is_decode else shape
-        due_s = start_s + self._step_s.get(key, math.inf)  # not known: no end is near
+        due_s = start_s + self._step_s.get(key, math.inf)  # unknown: it is not polled
         before_s = POLL_S if is_decode else PROMPTS_POLL_S
         while -POLL_S < due_s - time.perf_counter() < before_s:
             await asyncio.sleep(0)
@@ -96,7 +96,7 @@ class EventWaiter:
                 done.set_result(None)
             else:
                 asyncio.get_running_loop().call_later(LOOK_S, self._look, event, done)
-        except Exception as error:  # the awaiting task gets it
+        except Exception as error:  # passed to the awaiting task
             done.set_exception(error)
 
     def _run(self) -> None:
@@ -105,9 +105,9 @@ class EventWaiter:
             error: Exception | None = None
             try:
                 event.synchronize()
-            except Exception as raised:  # the awaiting task gets it
+            except Exception as raised:  # passed to the awaiting task
                 error = raised
-            with suppress(RuntimeError):  # the loop was closed meanwhile: no task awaits
+            with suppress(RuntimeError):  # the loop is closed, so no task waits
                 loop.call_soon_threadsafe(_resolve, done, error)
 
 

@@ -1,15 +1,13 @@
-"""Where a step's device work runs and how its end is awaited; nothing of what the work is.
+"""Where a step's device work runs, and how its end is awaited. It does not know what the work is.
 
-`submit(work)` gives the device one step. `work()` does it and returns `collect`, which reads the
-results once the device is done. Steps run in the order of their submission, always: that order
-is what makes slots and pages reusable at once (see scheduler.py). `begin(first)` gives it the first
-part of a step; the function that it returns gives it the rest, later and from any thread, before
-anything else.
-Steps of one `shape` last about as long, which says how long the next of them is waited for.
+`submit(work)` runs one step: `work()` does it or enqueues it, and returns `collect`, which reads
+the results once the device is done. `begin(first)` runs the first part of a step and returns a
+function that runs the rest, later and from any thread, before anything else is submitted. Steps run
+in the order of their submission. This is what makes slots and pages reusable at once (see
+scheduler.py). Steps of the same `shape` take about as long, which tells how long to wait for one.
 
-  ThreadExecutor  the CPU: one thread is the stream; torch releases the GIL inside its kernels
-  InlineExecutor  the CPU of a rank that only repeats steps
-  StreamExecutor  CUDA: `work` only enqueues on one stream, from the event loop's own thread
+  ThreadExecutor  CPU: one thread is the stream; torch releases the GIL inside its kernels
+  StreamExecutor  CUDA: `work` only enqueues on one stream, from the event loop's thread
 """
 
 from __future__ import annotations
@@ -20,13 +18,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from asyncllm.step_plan import StepShape
-from asyncllm.types import StepResult
+from asyncllm.types import DeviceTimes, LaunchedStep, StepResult
 from asyncllm.worker.event_waiter import EventWaiter
 
 Collect = Callable[[], StepResult]
@@ -35,42 +34,26 @@ T = TypeVar("T")
 CLOCK_DRIFT = 1e-4  # the device's clock may be this much slower than the host's
 
 
-@dataclass(slots=True)
-class DeviceTimes:
-    """Seconds of `time.monotonic()`; valid once the step's results are known."""
-
-    started: float = 0.0
-    ended: float = 0.0
-
-
-class LaunchedStep(Protocol):
-    async def wait(self) -> StepResult: ...
-
-    def device_times(self) -> DeviceTimes:
-        """When the device worked on it; after `wait`."""
-        ...
-
-
-# Gives a begun step the rest of its work, which gets what the first part returned: once.
+# Runs the rest of a begun step, which gets the value that its first part returned. Called once.
 EndStep = Callable[[Callable[[T], Collect]], LaunchedStep]
 
 
 class HostStep:
-    """A step whose forward pass is launched: what is sampled from waits on the device for what the
-    host has to say. `sample`, once, launches the rest; then `wait`."""
+    """A step whose forward pass is launched and whose sampling waits for the host: call `sample`
+    once, then `wait`."""
 
     def __init__(self, end: Callable[[np.ndarray], LaunchedStep]) -> None:
         self._end = end
         self._whole: LaunchedStep | None = None
 
     def sample(self, masked_rows: np.ndarray) -> None:
-        """From any thread, all steps before being finished, and before any other launch.
-        masked_rows: int32, the rows that the first masks in the buffer are for."""
+        """Launch the sampling, from any thread: when all steps before are finished, and before any
+        other launch. masked_rows: int32, the rows that the first masks in the buffer are for."""
         assert self._whole is None, "a step is sampled twice"
         self._whole = self._end(masked_rows)
 
     async def wait(self) -> StepResult:
-        assert self._whole is not None, "a step is awaited that nobody samples"
+        assert self._whole is not None, "a step is awaited before it is sampled"
         return await self._whole.wait()
 
     def device_times(self) -> DeviceTimes:
@@ -90,11 +73,25 @@ class _ThreadStep:
         return self.times
 
 
-class ThreadExecutor:
-    """The CPU as a device with one stream."""
+class _CallingThread:
+    """Runs each job at once, in the thread that submits it."""
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-cpu")
+    def submit(self, job: Callable[..., T], *args: Any) -> Future[T]:
+        done: Future[T] = Future()
+        done.set_result(job(*args))
+        return done
+
+    def shutdown(self, wait: bool) -> None:
+        """There is no thread to end."""
+
+
+class ThreadExecutor:
+    """The CPU as a device with one stream: a thread, or `inline` the calling thread, for a rank
+    that only follows rank 0 and never awaits a step."""
+
+    def __init__(self, *, inline: bool = False) -> None:
+        pool = partial(ThreadPoolExecutor, 1, thread_name_prefix="asyncllm-cpu")
+        self._thread = _CallingThread() if inline else pool()
 
     def submit(self, work: Work, shape: StepShape | None = None) -> LaunchedStep:
         times = DeviceTimes()
@@ -105,56 +102,29 @@ class ThreadExecutor:
         begun = self._thread.submit(_timed, first, times)
 
         def end(rest: Callable[[T], Collect]) -> LaunchedStep:
-            # `begun` is done by then, this thread's job before, and raises what `first` raised.
+            # `begun` was the thread's last job, so it is done; it raises what `first` raised.
             done = self._thread.submit(_timed, lambda: rest(begun.result())(), times)
             return _ThreadStep(done, times)
 
         return end
 
     def between_steps(self) -> AbstractContextManager[None]:
-        """Work of the calling thread, after all steps so far; done when it is left."""
+        """A context for work of the calling thread, after all steps submitted so far."""
         self.drain()
         return nullcontext()
 
     def drain(self) -> None:
-        """Block until everything submitted is done; raises what a lost device raises."""
+        """Block until all submitted work is done. Raises what a lost device raises."""
         self._thread.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Drain and end the threads; nothing may be submitted afterwards."""
+        """Drain, and end the thread; nothing may be submitted afterwards."""
         self._thread.shutdown(wait=True)
-
-
-class InlineExecutor:
-    """The CPU of a rank for whose steps nobody waits: the calling thread is the stream."""
-
-    def submit(self, work: Work, shape: StepShape | None = None) -> LaunchedStep:
-        return self.begin(work, shape)(lambda collect: collect)
-
-    def begin(self, first: Callable[[], T], shape: StepShape | None = None) -> EndStep[T]:
-        times = DeviceTimes()
-        value = _timed(first, times)
-
-        def end(rest: Callable[[T], Collect]) -> LaunchedStep:
-            done: Future[StepResult] = Future()
-            done.set_result(_timed(lambda: rest(value)(), times))
-            return _ThreadStep(done, times)
-
-        return end
-
-    def between_steps(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def drain(self) -> None:
-        """All is done."""
-
-    def close(self) -> None:
-        """It has no thread."""
 
 
 @torch.inference_mode()
 def _timed(work: Callable[[], T], times: DeviceTimes) -> T:
-    """A whole step, or a part of one."""
+    """Run a step, or a part of one, and note its times."""
     times.started = times.started or time.monotonic()
     result = work()
     times.ended = time.monotonic()
@@ -162,19 +132,19 @@ def _timed(work: Callable[[], T], times: DeviceTimes) -> T:
 
 
 class StreamClock:
-    """Places the ends of one stream's steps in the host's time, in the order of the steps.
+    """Converts the end events of one stream's steps to host time, in the order of the steps.
 
-    Events know durations, not times of day: an end is placed by the end before it, and never after
-    the moment at which the host saw it. So durations and gaps are the device's own (events resolve
-    0.5 us), and a place in time is late by no more than the promptest sight of a recent step (a
-    thread's wake-up, about 0.1 ms).
+    CUDA events measure durations, not times of day. Each end is placed by its distance from the end
+    before it, and never after the moment at which the host saw it. So durations and gaps are exact
+    (events resolve 0.5 us), and absolute times are late by at most the shortest delay at which the
+    host has noticed a recent end (a thread's wake-up, about 0.1 ms).
     """
 
     def __init__(self) -> None:
         self._last: tuple[torch.cuda.Event, float] | None = None
 
     def place(self, end: torch.cuda.Event, seen: float) -> float:
-        """When `end` happened, which the host saw at `seen`."""
+        """The host time of `end`, which the host noticed at `seen`."""
         ended = seen
         if self._last is not None:
             before, ended_before = self._last
@@ -185,8 +155,8 @@ class StreamClock:
 
 
 class EventStep:
-    """A step between two events on a stream. All between them counts as busy, gaps between kernels
-    included. The events are read once the host has seen the second, which synchronises nothing."""
+    """A step between two events on a stream; all time between them counts as busy, gaps between
+    kernels included. The events are read after the host has seen the second, so nothing waits."""
 
     def __init__(
         self,
@@ -195,17 +165,17 @@ class EventStep:
         clock: StreamClock,
         shape: StepShape | None,
     ) -> None:
-        """Right before the first of its work is enqueued."""
+        """To be called right before the step's first work is enqueued."""
         self._stream, self._waiter, self._clock, self._shape = stream, waiter, clock, shape
         self._submitted_s = time.perf_counter()
         self._start = torch.cuda.Event(enable_timing=True)
-        self._start.record(stream)  # said, not looked up: that takes longer
+        self._start.record(stream)  # passing the stream is faster than looking it up
         self._seen: float | None = None
 
     def end(self, collect: Collect) -> EventStep:
-        """Right after the last of its work was enqueued."""
+        """To be called right after the step's last work is enqueued."""
         self._collect = collect
-        # Who waits sleeps in the driver.
+        # Blocking: a waiting thread sleeps in the driver.
         self._done = torch.cuda.Event(enable_timing=True, blocking=True)
         self._done.record(self._stream)
         return self
@@ -221,15 +191,17 @@ class EventStep:
         return DeviceTimes(ended - self._start.elapsed_time(self._done) / 1e3, ended)
 
 
-# Streams of closed engines, for the next one: torch keeps cuBLAS workspaces (64 MiB on Hopper) for
-# every stream that ever ran a product, so a new stream per engine would leak them.
+# Streams of closed engines, to be reused: torch keeps a cuBLAS workspace (64 MiB on Hopper) for
+# every stream that ever ran a GEMM, so a new stream per engine would leak them.
 _idle_streams: list[torch.cuda.Stream] = []
 
 
 class StreamExecutor:
-    """One CUDA stream, and its waiter. Steps enter the stream itself, a third of the time that
-    `torch.cuda.stream` takes. What is to be restored torch keeps in the stream: it is entered by
-    one thread at a time, and once."""
+    """One CUDA stream and its waiter.
+
+    Steps enter the stream object itself, in a third of the time of `torch.cuda.stream`. It keeps
+    the state to restore, so only one thread may enter it at a time, and not recursively.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = _idle_streams.pop() if _idle_streams else torch.cuda.Stream(device)
@@ -266,4 +238,4 @@ class StreamExecutor:
         _idle_streams.append(self.stream)
 
 
-Executor = ThreadExecutor | InlineExecutor | StreamExecutor
+Executor = ThreadExecutor | StreamExecutor

@@ -1,13 +1,13 @@
-"""Kernels compiled and launched before the first request, which then waits for none of them.
+"""Compiles and launches kernels before the first request, so that no request waits for them.
 
 nvcc compiles our CUDA sources in the background. Triton compiles a kernel at its first launch, for
-a second or so, or finds it in its cache; most of that is outside of the GIL. So what steps will
-launch is launched by threads on tensors that nobody reads, a variant to a thread, while FlashInfer
-is imported and the weights load. Which variant a launch takes follows from its tensors' types and
-sizes: only what the launch's own code makes of such tensors is sure to be what a step asks for.
+about a second, or finds it in its cache, mostly without the GIL. So threads launch the kernels that
+steps will launch, a variant per thread, on tensors that are not used otherwise, while FlashInfer is
+imported and weights load. A launch's variant depends on the types and sizes of its tensors, so the
+launches here run the same code as those of steps.
 
-To look for its first kernel Triton hashes its own libraries, 300 MB and more, in pieces between
-which it takes the GIL; every thread that comes before the end does so again. So one does it first.
+Before its first kernel Triton hashes its own libraries, 300 MB and more, in pieces between which it
+takes the GIL, and each thread that comes meanwhile does so again. So one thread does it first.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from asyncllm.models.base import CausalLM
 from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.layers.one_row_ops import OneRowOps, WithoutLookups
 from asyncllm.models.parallel.mesh import Alone
+from asyncllm.models.persistent_decode import weight_format
 from asyncllm.models.quantization.select import is_quantized
 from asyncllm.models.registry import keeps_latents, model_without_memory
 from asyncllm.worker.device_state import DeviceState
@@ -39,12 +40,12 @@ from asyncllm.worker.sampler import sample_fully
 from asyncllm.worker.slot_changes import RECORD_WORDS
 from asyncllm.worker.token_masks import TokenMaskBuffer
 
-MAX_THREADS = 8  # more launches wait; each is a second or two of one core
-ANY_LENGTH = 16  # of the context: no kernel that is compiled early knows it
+MAX_THREADS = 8  # each launch takes a second or two of one core
+ANY_LENGTH = 16  # a context length; no kernel that is compiled early depends on it
 
 
 def early_start(config: EngineConfig, device: torch.device) -> Start:
-    """Before the model is built: by one without memory."""
+    """The `Start` before the model is built, from a model on the meta device."""
     dtype, mesh = getattr(torch, config.dtype), Alone(config.mesh)
     latents = keeps_latents(config, _backend(config, device))
     shape = config.model, dtype, ANY_LENGTH, latents, mesh
@@ -52,10 +53,12 @@ def early_start(config: EngineConfig, device: torch.device) -> Start:
         return start_of(config, model_without_memory(*shape), device)
     ops = OneRowOps()
     model = model_without_memory(*shape, ops)
-    # Of quantised weights they are other kernels'. What other models do between their products
-    # would import torch's compiler: they are left to the pass of one row (`Worker._load_model`).
-    is_plain = isinstance(model, DenseDecoder) and model.is_plain
-    if is_plain and model.full_read_tokens == 1 and not is_quantized(config.model):
+    # Quantised weights use other kernels. What other models do between their GEMMs would import
+    # torch's compiler; `load_model` runs these with one row instead.
+    is_dense = model.full_read_tokens == 1 and not is_quantized(config.model)
+    if is_dense and isinstance(model, DenseDecoder) and model.is_plain:
+        if config.mesh.stage > 0:
+            model.make_room(1)  # for hidden states of the previous stage
         with WithoutLookups():
             model.compute_logits(forward_without_attention(model, 1, torch.device("meta")))
     return replace(start_of(config, model, device), row_products=ops.products)
@@ -64,7 +67,7 @@ def early_start(config: EngineConfig, device: torch.device) -> Start:
 def start_of(config: EngineConfig, model: CausalLM, device: torch.device) -> Start:
     dtype = getattr(torch, config.dtype)
     is_captured = not config.enforce_eager
-    # Who names a backend gets its kernels in every step.
+    # An explicit backend is used in all steps.
     is_free = is_captured and config.attention_backend == "auto"
     return Start(
         device=device,
@@ -73,10 +76,7 @@ def start_of(config: EngineConfig, model: CausalLM, device: torch.device) -> Sta
         block_size=config.block_size,
         layers=model.attention_layers,
         sizes=DenseShape.of(config.model),
-        is_dense=isinstance(model, DenseDecoder)
-        and model.is_plain
-        and config.mesh.size == 1
-        and not is_quantized(config.model),
+        dense_weights=weight_format(model) if config.mesh.size == 1 else None,
         attention_backend=_backend(config, device),
         has_fast_ops=has_fast_ops(device, dtype),
         captures_prefills=is_captured and bool(config.prefill_graph_sizes),
@@ -91,7 +91,7 @@ def _backend(config: EngineConfig, device: torch.device) -> str:
 
 
 class KernelPrewarm:
-    """On a CPU, where nothing is compiled, nothing is launched."""
+    """Launches kernels in threads. On a CPU, where nothing is compiled, it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -99,7 +99,7 @@ class KernelPrewarm:
         self._launches: list[Future[None]] = []
 
     def begin_all(self, config: EngineConfig) -> None:
-        """Every kernel that a start under this configuration uses, as its declaration says."""
+        """Launch all kernels whose declarations say that this configuration uses them."""
         if self._device.type != "cuda":
             return
         start = early_start(config, self._device)
@@ -110,35 +110,35 @@ class KernelPrewarm:
             self.begin(launch)
 
     def begin(self, launch: Callable[[], object], stream: torch.cuda.Stream | None = None) -> None:
-        """Call it in a thread, on this stream, else on the default one."""
+        """Call `launch` in a thread, on this stream or the default one."""
         if self._device.type != "cuda":
             return
         self._launches.append(self._threads.submit(_run, launch, stream))
 
     def wait_for_hash(self) -> None:
-        """Until a launch from another thread does not have to hash the compiler itself."""
+        """Wait for the hash, so that launches of the calling thread need not compute it."""
         if self._device.type == "cuda":
             hash_compiler()
 
     def begin_last(self, launch: Callable[[], object]) -> None:
-        """As `begin`, once all that was begun before has been launched: what this one launches may
-        be among it, and is not compiled twice."""
+        """As `begin`, but after all launches begun so far, so that no kernel that they share is
+        compiled twice."""
         before = list(self._launches)
 
         def launch_last() -> None:
-            wait(before)  # no thread but this one's waits: they were begun earlier
+            wait(before)  # cannot deadlock: they were submitted earlier
             launch()
 
         self.begin(launch_last)
 
     def settle(self) -> None:
-        """Until all are launched that were begun. Raises what the first one raised."""
+        """Wait for all launches begun so far. Raises what the first one raised."""
         wait(self._launches)
         for launch in self._launches:
             launch.result()
 
     def wait(self) -> None:
-        """`settle`, and until the threads are gone."""
+        """`settle`, and end the threads."""
         self._threads.shutdown()
         self.settle()
 
@@ -156,16 +156,16 @@ def prewarm_slots(
     block_size: int,
     dtype: torch.dtype,
 ) -> None:
-    """The padding slot written and read, a row sampled as no step of padding is. On
-    the current stream. `dtype`: of the model's logits.
+    """Launch the slot kernels on the padding slot, and the variants of sampling that padding steps
+    do not launch, on the current stream. dtype: of the model's logits.
 
-    A variant that steps can meet and that is not launched here, nor by `ModelRunner.run_padding` or
-    a capture, is compiled while a request waits.
+    A variant that is launched neither here nor by `ModelRunner.run_padding` or a capture is
+    compiled while a request waits.
     """
     zero = torch.zeros(1, dtype=torch.int32, device=state.positions.device)
     record = torch.zeros(1, RECORD_WORDS, dtype=torch.int32, device=zero.device)
     kernels.write_slots(state, record, zero.expand(3, 1).contiguous())
-    # Tables of this width: a kernel's variant, unless a graph has it already.
+    # The width of block tables is part of the kernel's variant.
     tokens = TokenBuffers(
         zero, zero, zero, zero.long().expand(len(state.block_tables), 1), zero, zero
     )

@@ -1,10 +1,11 @@
-"""Python that changes logits: per request (callables), and per engine (classes, made at start).
+"""Logits processors in Python: callables of a request, and classes of the engine.
 
-A request's own, in `SamplingParams.logits_processors`, are called with its output tokens and its
-row of logits, or with its prompt before them, by the number of their positional parameters; they
-return the row. The engine's are subclasses of `LogitsProcessor` and see all rows that need them at
-once. Both run on the device's stream in the sampling of host rows, before every other edit: what a
-grammar, bad words or min_tokens forbid stays forbidden. What raises ends its own requests only.
+A request's callables (`SamplingParams.logits_processors`) take (output tokens, a row of logits) or
+(prompt, output tokens, a row of logits), by the number of their positional parameters, and return
+the row. The engine's are subclasses of `LogitsProcessor`, made at start, and get all rows that need
+them at once. Both run on the device's stream when host rows are sampled, before all other changes:
+tokens that a grammar, bad words or min_tokens forbid stay forbidden. If one raises, only its own
+requests end.
 """
 
 from __future__ import annotations
@@ -24,76 +25,76 @@ from asyncllm.types import Sequence as TokenSequence
 
 @dataclass(frozen=True, slots=True)
 class ProcessorRow:
-    """One row of a step, for the engine's processors. `key`: its sequence's, in all steps."""
+    """A row of a step, for the engine's processors. key: identifies the sequence in all steps."""
 
     key: int
     params: SamplingParams
     prompt_token_ids: list[int]
-    output_token_ids: list[int]  # before the token that is to be sampled
+    output_token_ids: list[int]  # before the token to sample
 
 
 class LogitsProcessor(ABC):
-    """Subclass it, and name the class in `EngineArgs.logits_processors`. Made once, at start."""
+    """Base class for `EngineArgs.logits_processors`. Instantiated once, at start."""
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self.config, self.device = config, device
 
     @abstractmethod
     def is_needed(self, params: SamplingParams) -> bool:
-        """Whether a new request needs it (`params.extra_args` has what is not ours).
+        """Whether a new request needs it, for example by `params.extra_args`.
 
-        A `ValueError` refuses the request. Rows that need no processor never wait for the host.
+        A `ValueError` refuses the request. Rows that need no processor do not wait for the host.
         """
 
     def update(self, added: Sequence[ProcessorRow], removed: Sequence[int]) -> None:
-        """Before `apply`, where the rows are not those of the last call: who came, whose keys left.
+        """Called before `apply` if the rows have changed: added rows, and keys of removed ones.
 
-        A preempted sequence leaves, and comes again with the tokens that it has by then.
+        A preempted sequence is removed, and later added with its tokens so far.
         """
         return
 
     @abstractmethod
     def apply(self, logits: torch.Tensor, rows: Sequence[ProcessorRow]) -> torch.Tensor:
-        """The new logits, float32 [rows, V] on the device, from those of `rows`; may be in place.
+        """Return new logits, float32 [rows, V] on the device, for `rows`; may work in place.
 
-        Must not wait for the device (`.item()`, `.tolist()`): that would end the overlap.
+        It must not wait for the device (`.item()`, `.tolist()`).
         """
 
 
 class LogitsProcessors:
-    """The engine's processors, and how a step's rows go through them and through their own."""
+    """Applies the engine's and the requests' processors to a step's rows."""
 
     def __init__(
         self, classes: Sequence[type[LogitsProcessor]], config: EngineConfig, device: torch.device
     ) -> None:
-        """Raises what a class raises."""
+        """Raises whatever a class raises."""
         self._processors = [made(config, device) for made in classes]
         self._keys: list[set[int]] = [set() for _ in self._processors]
 
     def needed_by(self, params: SamplingParams) -> tuple[int, ...]:
-        """The places of those that a request needs. Raises `InvalidRequestError` where one refuses
-        it."""
+        """Indices of the processors that a request needs. Raises `InvalidRequestError` if one
+        refuses it."""
         try:
             found = tuple(i for i, made in enumerate(self._processors) if made.is_needed(params))
         except ValueError as error:
             raise InvalidRequestError(
                 f"a logits processor: {error}", "logits_processors"
             ) from error
-        if found and params.use_beam_search:  # its scores are those of the model
+        if found and params.use_beam_search:  # its scores are the model's
             raise InvalidRequestError(
                 "this server's logits processors do not work with beam search", "use_beam_search"
             )
         return found
 
     def apply(self, logits: torch.Tensor, rows: Sequence[TokenSequence]) -> dict[int, Exception]:
-        """Change logits f32 [rows, V] in place. Returns what was raised, by row."""
+        """Change logits f32 [rows, V] in place. Returns errors by row."""
         failures: dict[int, Exception] = {}
         for place, processor in enumerate(self._processors):
             needing = [i for i, seq in enumerate(rows) if place in seq.request.batch_processors]
             if needing:
                 try:
                     self._apply_to(place, processor, logits, rows, needing)
-                except Exception as error:  # theirs, not ours: it ends who asked for it
+                except Exception as error:  # ends the requests that need it
                     failures |= dict.fromkeys(needing, error)
         for i, seq in enumerate(rows):
             for own in seq.request.sampling_params.logits_processors or ():

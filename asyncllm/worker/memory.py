@@ -1,8 +1,8 @@
-"""How many pages fit, their memory, how long a context may be, what moving a page costs.
+"""Plans and allocates the KV cache and recurrent states; measures the cost of swapping.
 
-On CUDA a profiling run of the largest step shows what activations need; what is left of the allowed
-share is KV cache. On the CPU the KV cache gets a default share of the machine's memory, and no more
-than all sequences could ever use. States of recurrent layers come first: one for each slot.
+On CUDA a profiling run of the largest step measures the activations; the rest of the allowed share
+of memory is KV cache. On the CPU the KV cache gets a default share of the machine's memory, but not
+more than all sequences could use. Recurrent states, one per slot, are allocated first.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from asyncllm.models.parallel.stages import Stages
 from asyncllm.step_plan import StateMoves
 from asyncllm.types import SwapCost
 
-SNAPSHOT_SHARE = 0.25  # at most, of what the slots' states leave, for snapshots of states
-SNAPSHOTS_PER_SLOT = 2  # at most: of a prompt and of its answer
-CPU_KV_SHARE = 0.1  # of the machine's memory, where no flag says otherwise
+SNAPSHOT_SHARE = 0.25  # the most of the memory besides the slots' states that snapshots take
+SNAPSHOTS_PER_SLOT = 2  # at most: one of the prompt, one of its answer
+CPU_KV_SHARE = 0.1  # default share of the machine's memory
 TIMED_TOKENS_CPU = 64
-FULL_SAMPLING_COPIES = 6  # of the logits in float32, at the same time: what `sample_fully` may hold
-GRAPH_RESERVE_BYTES = GIB // 2  # captured graphs and their workspaces, activations apart
+FULL_SAMPLING_COPIES = 6  # float32 copies of the logits that `sample_fully` may hold at a time
+GRAPH_RESERVE_BYTES = GIB // 2  # captured graphs and their workspaces, without activations
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    num_pages: int  # usable, the padding page not counted
+    num_pages: int  # without the padding page
     num_host_pages: int
     max_model_len: int
     groups: tuple[CacheGroup, ...]
-    num_snapshots: int = 0  # rows of the state memory behind the slots'
+    num_snapshots: int = 0  # rows of the state memory after the slots'
     num_host_states: int = 0
     has_states: bool = False
 
 
 def _profile_step(model: CausalLM, config: EngineConfig, device: torch.device) -> int:
-    """Bytes that the largest step takes at most, by running it without its attention; 0 on a CPU,
-    where none are set aside."""
+    """Peak bytes of the largest step, measured by running it without attention; 0 on a CPU, where
+    no memory is reserved for it."""
     if device.type != "cuda":
         return 0
     torch.cuda.reset_peak_memory_stats(device)
@@ -68,7 +68,7 @@ def _profile_step(model: CausalLM, config: EngineConfig, device: torch.device) -
 def forward_without_attention(
     model: CausalLM, num_tokens: int, device: torch.device
 ) -> torch.Tensor:
-    """Hidden states [num_tokens, hidden_size] that mean nothing, by a whole step's work else."""
+    """Run a step without attention. The hidden states [num_tokens, hidden_size] are meaningless."""
     tokens = torch.zeros(num_tokens, dtype=torch.int32, device=device)
     prompt_lens = tokens + 1 if model.uses_prompt_lens else None
     mixer = StepMixer(_no_attention, lambda layer, inputs: new_output(inputs).zero_())
@@ -83,7 +83,7 @@ def _no_attention(
 
 
 def plan_snapshots(config: EngineConfig, states: StateLayout, room: int) -> int:
-    """How many snapshots of states there are, where pages and states have `room` bytes."""
+    """The number of state snapshots, if pages and states have `room` bytes."""
     if not states.row_bytes or not config.enable_prefix_caching:
         return 0
     left = room - config.num_slots * states.row_bytes
@@ -99,10 +99,10 @@ def plan_memory(
     device: torch.device,
     mesh: Mesh,
 ) -> MemoryPlan:
-    """Pages and states on the device and the host, and the context window that they allow: what the
-    rank with the least memory has.
+    """The numbers of pages and states, and the context window that they allow, of the rank with the
+    least memory.
 
-    Raises `ValueError` naming the flag where the asked window does not fit or nothing does.
+    Raises `ValueError` naming the flag if the requested window, or a single block, does not fit.
     """
     page_bytes, peak_bytes = layout.page_bytes, _profile_step(model, config, device)
     room = _cache_bytes(config, peak_bytes, device)
@@ -148,7 +148,7 @@ def plan_memory(
 def _num_pages(
     config: EngineConfig, layout: CacheLayout, room: int, most: int, device: torch.device
 ) -> int:
-    """`most`: what all sequences could ever use."""
+    """most: pages that all sequences could use."""
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override
     num_pages = layout.num_pages_in(room) - 1
@@ -165,7 +165,7 @@ def _cache_bytes(config: EngineConfig, peak_bytes: int, device: torch.device) ->
         allowed = total * config.gpu_memory_utilization - (total - free)
         reserve = GRAPH_RESERVE_BYTES
         if config.prefill_graph_sizes and not config.enforce_eager:
-            # Of the largest captured step: graphs keep their activations apart from eager steps'.
+            # Graphs have activations of their own, besides those of eager steps.
             largest = config.prefill_graph_sizes[-1]
             reserve += peak_bytes * largest // config.max_num_batched_tokens
         return int(allowed - peak_bytes - reserve)
@@ -173,7 +173,7 @@ def _cache_bytes(config: EngineConfig, peak_bytes: int, device: torch.device) ->
 
 
 def host_rows(config: EngineConfig, layout: CacheLayout, states: StateLayout) -> tuple[int, int]:
-    """Swapped states, in half of `swap_space` at most, and swapped pages, in the rest."""
+    """The numbers of swapped states, in up to half of `swap_space`, and of swapped pages."""
     room, row_bytes = config.swap_space_bytes, states.row_bytes
     num_states = min(config.max_num_seqs, room // 2 // row_bytes) if row_bytes else 0
     left = room - num_states * row_bytes
@@ -183,7 +183,7 @@ def host_rows(config: EngineConfig, layout: CacheLayout, states: StateLayout) ->
 def begin_host_pages(
     config: EngineConfig, layout: CacheLayout, states: StateLayout, device: torch.device
 ) -> HostPages:
-    """As many as `swap_space` holds; being allocated from here on."""
+    """Start allocating the host pages that `swap_space` holds."""
     _, num_pages = host_rows(config, layout, states)
     return HostPages(layout.host_shape(num_pages), torch.int64, device)
 
@@ -195,8 +195,8 @@ def allocate_cache(
     scales: KVScales | None,
     device: torch.device,
 ) -> KVCache:
-    """The KV cache: `num_pages` and the padding page. Raises `ValueError` naming the flags where
-    the memory is not there."""
+    """The KV cache with `num_pages` and the padding page. Raises `ValueError` naming the flags if
+    there is not enough memory."""
     try:
         return KVCache(layout, num_pages + 1, device, host_pages, scales)
     except (MemoryError, RuntimeError) as error:
@@ -209,7 +209,7 @@ def allocate_cache(
 def allocate_states(
     layout: StateLayout, num_slots: int, memory: MemoryPlan, device: torch.device
 ) -> StateCache | None:
-    """None where no layer is recurrent. Raises `ValueError` as `allocate_cache`."""
+    """None without recurrent layers. Raises `ValueError` as `allocate_cache`."""
     if not layout.layers:
         return None
     num_rows = num_slots + memory.num_snapshots
@@ -224,7 +224,7 @@ def allocate_states(
 def kv_scales(
     model: CausalLM, config: EngineConfig, device: torch.device, stages: Stages | None
 ) -> KVScales | None:
-    """The scales of an FP8 cache; None of another. Raises `ModelLoadError`."""
+    """The scales of an FP8 KV cache; None for other dtypes. Raises `ModelLoadError`."""
     if config.kv_cache_dtype == config.dtype:
         return None
     if config.calculate_kv_scales:
@@ -237,7 +237,7 @@ def kv_scales(
 
 
 def time_prefill_on_cpu(model: CausalLM, config: EngineConfig) -> float:
-    """Seconds per token of a small step; the second of two, the first is warm-up."""
+    """Seconds per token of a small step, after a warm-up."""
     num_tokens = min(config.max_num_batched_tokens, TIMED_TOKENS_CPU)
     for _ in range(2):
         start = time.perf_counter()
@@ -248,8 +248,8 @@ def time_prefill_on_cpu(model: CausalLM, config: EngineConfig) -> float:
 def measure_swap_cost(
     cache: KVCache, states: StateCache | None, memory: MemoryPlan, seconds_per_token: float
 ) -> SwapCost | None:
-    """Time a round trip of the padding page, and of the padding slot's state; None where there are
-    no host pages. Waits for them; raises `ValueError` naming the flag where they do not fit."""
+    """Time a round trip of the padding page and of the padding slot's state. None without host
+    pages. Waits for their allocation; raises `ValueError` naming the flag if it fails."""
 
     def move_page() -> None:
         cache.swap_out([(0, 0)])
@@ -271,7 +271,7 @@ def measure_swap_cost(
 
 
 def _seconds(work: Callable[[], None], device: torch.device) -> float:
-    """Time its second run: the first is warm-up."""
+    """Seconds of `work`, after a warm-up."""
     for _ in range(2):
         start = time.perf_counter()
         work()

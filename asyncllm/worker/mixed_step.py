@@ -1,8 +1,8 @@
-"""A step with prefills: its forward pass and the logits of the rows that sample.
+"""Mixed steps, which have prefills: the forward pass, and logits of the rows that sample.
 
-Captured where a size fits, else eager. Both read the step's arrays from the static inputs, or,
-where there are more tokens than those hold, from a copy of their own; a captured step has padding
-behind its tokens. Nothing here waits for the device.
+A step runs in a graph if a captured size fits, else eagerly. Both read the step's arrays from the
+static inputs, or from a separate copy if there are too many tokens. A captured step has padding
+after its tokens. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from asyncllm.worker.packed_step import NO_CHANGES, PackedStep
 from asyncllm.worker.staging import Staging
 from asyncllm.worker.static_inputs import TOKEN_ARRAYS, StaticInputs
 
-EAGER_SIZE = 256  # tokens to which steps that are not captured are rounded, to compare them
+EAGER_SIZE = 256  # token counts of eager steps are rounded to this, to compare their durations
 
 
 @dataclass(eq=False)
 class MixedStep:
-    """Eager until `make_graphs` and captures."""
+    """Runs all steps eagerly, until `make_graphs` and captures."""
 
     model: CausalLM
     attention: AttentionBackend
@@ -54,16 +54,16 @@ class MixedStep:
 
     def __post_init__(self) -> None:
         self.graphs: MixedGraphs | None = None
-        self.sample_graphs: SizedGraphs[Recorded] = SizedGraphs()  # by rows
-        self._hidden: torch.Tensor | None = None  # that captured steps leave hidden states in
-        self.token_slots = self.inputs.slots  # of the last step's tokens
+        self.sample_graphs: SizedGraphs[Recorded] = SizedGraphs()  # by the number of rows
+        self._hidden: torch.Tensor | None = None  # where captured steps write hidden states
+        self.token_slots = self.inputs.slots  # the slots of the last step's tokens
 
     def make_graphs(self, hidden: torch.Tensor, most_decodes: int, pool: GraphPool) -> MixedGraphs:
-        """Graphs of forward passes: full ones where attention can be captured, else piecewise. None
-        is captured yet.
+        """The graphs of forward passes, none captured yet: full ones if attention can be captured,
+        else piecewise.
 
-        hidden: the buffer for hidden states [tokens, hidden_size], of all that the static inputs
-        take, and at least as many as rows may sample.
+        hidden: the buffer for hidden states [tokens, hidden_size]. It takes as many tokens as the
+        static inputs, and at least as many as rows may sample.
         """
         self._hidden, inputs = hidden, self.inputs
         zeros = self._zeros(len(inputs.token_ids))
@@ -77,7 +77,7 @@ class MixedStep:
             hidden[: len(output)].copy_(output)
 
         variants = (False,) if self.lora is None else (True, False)
-        is_recurrent = self.states is not None  # whose rows the host gives
+        is_recurrent = self.states is not None  # states need rows from the host
         self.graphs = MixedGraphs(
             None if is_recurrent else self.attention.step_attention(len(inputs.token_ids)),
             self._bind_attention,
@@ -93,16 +93,17 @@ class MixedStep:
         return self.graphs
 
     def graph_shape(self, step: PackedStep) -> StepShape | None:
-        """The captured shape that such a step is padded to; None: it runs eagerly."""
+        """The captured shape that a step is padded to; None: it runs eagerly."""
         if self.graphs is None:
             return None
         return self.graphs.fitting(len(step.decode_slots), step.prefills, step.adapters)
 
     def forward(self, step: PackedStep, shape: StepShape | None) -> torch.Tensor:
-        """Hidden states [tokens or more, hidden_size], until the next step: decodes, prefills.
+        """Hidden states [tokens or more, hidden_size] of decodes, then prefills; valid until the
+        next step.
 
-        shape: the step's `graph_shape`. The step's changes of slots are written, and the static
-        inputs have its rows afterwards.
+        shape: the step's `graph_shape`. It also applies the step's slot changes, and puts its rows
+        into the static inputs.
         """
         graphs = None if shape is None else self.graphs
         self.inputs.put(step, None if shape is None else shape.size)
@@ -124,19 +125,19 @@ class MixedStep:
     def logits(
         self, hidden: torch.Tensor, num_rows: int
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """[rows, V] of the step in the static inputs; before them tokens int32 [rows] if its
-        sampling is captured. Of both there may be more, which are padding.
+        """Sampled tokens int32 [rows], or None if sampling is not captured, and logits [rows, V].
+        Both may have padding rows at the end.
 
-        hidden: of the step's tokens, [tokens or more, hidden_size].
+        hidden: of the step in the static inputs, [tokens or more, hidden_size].
         """
         rows = self.inputs.sample_tokens
-        if not num_rows:  # no prefill reached its last chunk
+        if not num_rows:  # no prefill has reached its last chunk
             return rows[:0], hidden[:0]
         size = self.sample_graphs.fitting(num_rows)
         if size is None:
             slots = self.inputs.sample_slots[:num_rows]
             return None, self._logits(hidden[rows[:num_rows]], slots)
-        if hidden is not self._hidden:  # of an eager step: graphs read the buffer
+        if hidden is not self._hidden:  # of an eager step: copy them to the graphs' buffer
             assert self._hidden is not None
             torch.index_select(hidden, 0, rows[:num_rows], out=self._hidden[:num_rows])
             torch.arange(num_rows, out=rows[:num_rows])
@@ -144,7 +145,7 @@ class MixedStep:
         return tokens, logits
 
     def capture_sampling(self, size: int, pool: GraphPool) -> None:
-        """Logits and plain sampling of `size` rows, those beyond the step's being slot 0's."""
+        """Capture logits and plain sampling of `size` rows; padding rows are of slot 0."""
         inputs, hidden = self.inputs, self._hidden
         assert hidden is not None
 
@@ -158,13 +159,12 @@ class MixedStep:
     def logits_of_tokens(
         self, hidden: torch.Tensor, slots: torch.Tensor, first: int, num: int
     ) -> torch.Tensor:
-        """[num, V] of a step's tokens from `first` on. slots: its `token_slots`."""
+        """Logits [num, V] of a step's tokens from `first` on. slots: the step's `token_slots`."""
         tokens = slice(first, first + num)
         return self._logits(hidden[tokens], slots[tokens])
 
     def _logits(self, hidden: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Logits of rows that these slots own. May be captured, so that no row is asked whether it
-        has an adapter."""
+        """Logits of rows of these slots, with their adapters, if any. Capturable."""
         if self.lora is None:
             return self.model.compute_logits(hidden)
         self.lora.select(self.state.adapters[slots])
@@ -180,7 +180,7 @@ class MixedStep:
         adapters: bool,
         recur: Recur = no_recurrence,
     ) -> torch.Tensor:
-        """Hidden states [tokens, hidden_size]. May be captured."""
+        """Hidden states [tokens, hidden_size]. Capturable."""
         state, slots = self.state, tokens.slots
         if self.lora is not None:
             self.lora.select(state.adapters[slots] if adapters else None)
@@ -188,7 +188,8 @@ class MixedStep:
         return forward(self.model, self.attention, tokens, prompt_lens, attend_rows, recur)
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
-        """Plain tokens int32 [rows] of the first rows in the static inputs. May be captured."""
+        """Plainly sampled tokens, int32 [rows], of the first rows in the static inputs.
+        Capturable."""
         rows = slice(len(logits))
         slots, positions = self.inputs.sample_slots[rows], self.inputs.sample_positions[rows]
         return self.kernels.sample_slots(self.state, logits, slots, positions, None)
@@ -200,7 +201,7 @@ class MixedStep:
     def _bind_attention(
         self, tokens: TokenBuffers, decode_positions: np.ndarray, prefills: PrefillRows
     ) -> AttendRows:
-        """Attention of a step that is launched with rows and pages from the host."""
+        """Attention of a step whose rows and pages come from the host."""
         decodes = None
         if num_decodes := len(decode_positions):
             max_len = int(decode_positions.max()) + 1
@@ -208,7 +209,7 @@ class MixedStep:
         return self.attention.mixed(decodes, prefills, tokens.q, tokens.out)
 
     def _bind_states(self, num_decodes: int, prefills: PrefillRows) -> Recur:
-        """Recurrences of a step that is launched with rows from the host."""
+        """Recurrences of a step whose rows come from the host."""
         assert self.states is not None
         return self.states.mixed(self.inputs.decode_slots[:num_decodes], prefills)
 
@@ -229,6 +230,6 @@ class MixedStep:
 
 
 def eager_shape(step: PackedStep) -> StepShape:
-    """The shape that predicts the duration of a step without a graph: its own, rounded."""
+    """An eager step's shape, rounded, by which its duration is predicted."""
     kind, num_tokens, adapters = step.shape
     return StepShape(kind, -(-num_tokens // EAGER_SIZE) * EAGER_SIZE, adapters)

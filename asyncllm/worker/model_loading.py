@@ -1,4 +1,4 @@
-"""A worker's model: made with room for its weights and adapters, then loaded."""
+"""Builds a worker's model, with memory for weights and adapters, and loads it."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from asyncllm.models.parallel.mesh import Mesh
 from asyncllm.models.parallel.stages import Stages
 from asyncllm.models.registry import build_model, keeps_latents, settle
 from asyncllm.worker.kernel_prewarm import KernelPrewarm, start_of
-from asyncllm.worker.kernels import select_add_lora
+from asyncllm.worker.kernels import select_lora_ops
 from asyncllm.worker.memory import forward_without_attention
 
 
 def make_model(
     config: EngineConfig, ops: Ops, mesh: Mesh, device: torch.device
 ) -> tuple[CausalLM, LoRALayers | None, Stages | None]:
-    """The model, its weights still to be loaded; its adapters' layers, where it serves any; and the
-    way to its other stages, where it has any.
+    """The model without loaded weights, its LoRA layers, if adapters are enabled, and the transfers
+    between stages, if there are several.
 
-    Raises `ModelLoadError`, for files that are not there too, before it takes memory.
+    Raises `ModelLoadError`, also for missing files, before it allocates memory.
     """
     folder = config.model.path
     is_read = config.load_format != "dummy" and not (folder / LINK).is_file()
@@ -45,12 +45,12 @@ def make_model(
     dtype = getattr(torch, config.dtype)
     lora = None
     if config.enable_lora:
-        add = select_add_lora(device)
+        lora_ops = select_lora_ops(device)
         room, whole = (config.max_loras, config.max_lora_rank), config.lora_modules_to_save
-        lora = LoRALayers(*room, dtype, device, add, whole)
+        lora = LoRALayers(*room, dtype, device, lora_ops, whole)
     model_len = config.max_model_len or config.model.context_window
     backend = resolve_backend(config.attention_backend, device)
-    latents = keeps_latents(config, backend)  # as of the layout
+    latents = keeps_latents(config, backend)  # as in the cache layout
     model = build_model(config.model, dtype, device, ops, model_len, lora, latents, mesh)
     if lora is not None:
         if not lora.layers:
@@ -61,7 +61,7 @@ def make_model(
         lora.elsewhere = tuple(f"model.layers.{index}." for index in others)
     stages = None
     if config.mesh.pp > 1:
-        assert isinstance(model, DenseDecoder)  # as `settle` has seen to
+        assert isinstance(model, DenseDecoder)  # `settle` has checked it
         sizes = *config.prefill_graph_sizes, *config.cuda_graph_sizes
         most = max(config.max_num_batched_tokens, config.num_slots, MEASURED_TOKENS, *sizes)
         stages = Stages(model, mesh, most)
@@ -75,10 +75,10 @@ def load_model(
     device: torch.device,
     progress: bool,
 ) -> Callable[[], Launch | None]:
-    """Load its weights. What can be compiled without them is, meanwhile; returns what waits for
-    the persistent kernel's compiler."""
-    # One row, whose GEMMs are other kernels; weights may be missing.
-    if config.mesh.size == 1:  # of several ranks a thread's calls would meet others of the mesh
+    """Load the weights, and compile kernels meanwhile. Returns a function that waits for the
+    compilation of the persistent kernel."""
+    # A step of one row has other GEMM kernels. It does not need the weights' values.
+    if config.mesh.size == 1:  # with several ranks it would call the mesh from another thread
         prewarm.begin_last(
             lambda: model.compute_logits(forward_without_attention(model, 1, device))
         )
@@ -89,8 +89,8 @@ def load_model(
 
 
 def check_stages(config: EngineConfig, kv_dtype: torch.dtype) -> None:
-    """Rank 0 plans pages for all stages: they must have the same cache groups. Raises `ValueError`
-    for a model of which they may not."""
+    """Rank 0 plans pages for all stages, so they must have the same cache groups. Raises
+    `ValueError` for a model with several groups."""
     _, model = settle(replace(config, mesh=MeshConfig()))
     layout = CacheLayout(model.attention_layers, config.block_size, kv_dtype)
     if layout.num_groups > 1:

@@ -1,10 +1,10 @@
-"""One step on the device: a `StepPlan` in, launched work out.
+"""Runs a step on the device: takes a `StepPlan`, launches its work.
 
-`launch` packs the plan on the host and gives the executor `_forward` (page moves, state changes,
-forward pass) and `StepSampling.run` (sampling, the copies back); they only enqueue. A step of
-decodes only is `decode_step`, eager or from a graph: the same function. Where rows need the host,
-`launch` gives only `_forward`, and `HostStep.sample` the rest; so of every step of a pipeline,
-whose forward pass has two parts itself (staged_runner.py).
+`launch` packs the plan into arrays and hands two functions to the executor, which only enqueue
+device work: `_forward` (page moves, slot changes, forward pass) and `StepSampling.run` (sampling,
+copies to the host). A decode step is `decode_step`, run eagerly or captured in a graph. If a step
+has host rows, `launch` hands over `_forward` alone and `HostStep.sample` launches the rest. The
+same holds for all steps of a pipeline's stages (staged_runner.py).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from asyncllm.models.base import CausalLM, TokenInputs
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.parallel.mesh import Mesh
 from asyncllm.step_plan import StepKind, StepPlan, StepShape
-from asyncllm.types import StepResult
+from asyncllm.types import LaunchedStep, StepResult
 from asyncllm.worker.device_state import DeviceState
-from asyncllm.worker.executor import Collect, Executor, HostStep, LaunchedStep
+from asyncllm.worker.executor import Collect, Executor, HostStep
 from asyncllm.worker.kernels import SlotKernels, share_tokens
 from asyncllm.worker.logits_processors import LogitsProcessors
 from asyncllm.worker.mixed_step import MixedStep, eager_shape
@@ -52,13 +52,14 @@ from asyncllm.worker.step_sampling import Forwarded, StepSampling, prompt_logpro
 from asyncllm.worker.token_masks import TokenMaskBuffer
 from asyncllm.worker.work_counts import WorkCounts
 
-# token ids int32 [rows], rows, prompt lens where the model uses them -> logits [rows, V]
+# (token ids int32 [rows], rows, prompt lens if the model uses them) -> logits [rows, V]
 DecodeForward = Callable[[torch.Tensor, DecodeRows, torch.Tensor | None], torch.Tensor]
-Rest = Callable[[], Forwarded | None]  # of a forward pass; None: nothing is sampled from it here
+# Completes a forward pass. None: no logits on this rank, or none in this step.
+Rest = Callable[[], Forwarded | None]
 
 
 class ModelRunner:
-    in_parts = False  # `launch` gives every step as a `HostStep`
+    in_parts = False  # whether `launch` returns a `HostStep` for every step
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class ModelRunner:
         mesh: Mesh,
         group: WorkerGroup | None,
     ) -> None:
-        """group: the other ranks, of rank 0."""
+        """group: on rank 0, the other ranks."""
         self._group = group
         own = share_tokens(kernels.sample_slots, mesh)
         fully = kernels.sample_slots if mesh.config.rank == 0 else own
@@ -95,8 +96,8 @@ class ModelRunner:
         self._staging = staging = Staging(device, num_ahead=mesh.config.pp)
         self.graphs: DecodeGraphs | None = None
         self.adapter_graphs: DecodeGraphs | None = None  # of steps with adapters
-        self.masked_graphs: SizedGraphs[Recorded] = SizedGraphs()  # `resample`, of the same sizes
-        self._begun: deque[HostStep] = deque()  # and not sampled yet
+        self.masked_graphs: SizedGraphs[Recorded] = SizedGraphs()  # `resample`, by the same sizes
+        self._begun: deque[HostStep] = deque()  # steps whose sampling is not launched yet
         self.work = WorkCounts()
         most_tokens = max(config.prefill_graph_sizes, default=0)
         self.inputs = StaticInputs(most_tokens, config.num_slots, state, kernels.write_slots)
@@ -117,9 +118,9 @@ class ModelRunner:
         self._sampling = StepSampling(state, fully, processors, masks, staging, results, mesh)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Give the step to the device, a `HostStep` where the plan `needs_host` or all have parts.
+        """Enqueue the step. Returns a `HostStep` if the plan `needs_host`, or if `in_parts`.
 
-        The plan's effects are as if it were done already.
+        Work that is launched later finds the device state as the step leaves it.
         """
         step, graph = self._packer.pack(plan), None
         shape = StepShape(StepKind.DECODE, len(step.decode_slots), step.adapters)
@@ -135,7 +136,7 @@ class ModelRunner:
         end = self._executor.begin(lambda: self._begin(step, graph), shape)
 
         def sample(masked_rows: np.ndarray) -> LaunchedStep:
-            # Now: the tokens will move on.
+            # Packed now, as sequences grow before the device gets here.
             edits = self._packer.pack_edits(step) if step.needs_host else None
             if self._group is not None:
                 self._group.send(Kind.SAMPLE, masked_rows.size > 0)
@@ -146,13 +147,13 @@ class ModelRunner:
         return self._begun[-1]
 
     def end_begun(self) -> None:
-        """Launch the rest of steps that nobody samples any more: other ranks have begun them."""
+        """Launch the sampling of all begun steps, after a failure: other ranks wait for it."""
         while self._begun:
             self._begun[0].sample(NO_ROWS)
 
     def follow(self, step: PackedStep) -> Callable[[bool], object] | None:
-        """Do rank 0's step on another rank. Returns what does the rest of a `HostStep`, once rank 0
-        has launched it; it is told whether masks were there."""
+        """Run rank 0's step on another rank. For a `HostStep` it returns the function that launches
+        the sampling, to be called with whether rank 0 sampled with masks."""
         graph = self.mixed.graph_shape(step) if step.has_prompts else None
         end = self._executor.begin(lambda: self._begin(step, graph))
 
@@ -165,7 +166,7 @@ class ModelRunner:
         return None
 
     def clear_pages(self, pages: list[int]) -> None:
-        """Zero these pages after all that was launched before."""
+        """Zero these pages, after all work that is launched already."""
 
         def work() -> Collect:
             self._cache.clear_pages(pages)
@@ -180,7 +181,7 @@ class ModelRunner:
         return lambda: forwarded
 
     def _forward(self, step: PackedStep, graph: StepShape | None) -> Forwarded | None:
-        """None for swaps alone."""
+        """None if the step only moves pages."""
         self._move_pages(step)
         if self._states is not None:
             self._states.cache.before_step(step.states)
@@ -218,11 +219,13 @@ class ModelRunner:
         *,
         adapters: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One token for each of `slots` int32 [rows], from and to the device state. Capturable.
+        """Decode one token for each of `slots`, int32 [rows]. Capturable.
 
-        Returns plainly sampled tokens int32 [rows] and logits [rows, V]. `max_len`: the longest
-        context, for backends that want it on the host; None under capture. `forward`: by other
-        kernels than the layers'. `adapters`: some row may have one.
+        It reads and updates the device state. Returns sampled tokens int32 [rows] and logits
+        [rows, V].
+        max_len: the longest context, for backends that need it on the host; None under capture.
+        forward: another implementation of the model's forward pass, such as the persistent kernel.
+        adapters: whether rows may have LoRA adapters.
         """
         last_tokens, next_positions, rows, prompt_lens = self._gather(slots, max_len, adapters)
         if forward is not None:
@@ -235,8 +238,8 @@ class ModelRunner:
     def _gather(
         self, slots: torch.Tensor, max_len: int | None, adapters: bool
     ) -> tuple[torch.Tensor, torch.Tensor, DecodeRows, torch.Tensor | None]:
-        """A decode step's tokens, their next positions, rows, and prompt lens where the model uses
-        them. The adapters of the slots are selected."""
+        """Input tokens, positions of the tokens to sample, rows, and prompt lens if the model uses
+        them, of these slots. Selects their adapters."""
         state = self._state
         if self.lora is not None:
             self.lora.select(state.adapters[slots] if adapters else None)
@@ -245,8 +248,7 @@ class ModelRunner:
         return last_tokens, next_positions, replace(rows, max_len=max_len), prompt_lens
 
     def resample(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """A token for each row of a decode step, again: by the masks that were uploaded for them.
-        Capturable."""
+        """Sample a decode step a second time, with the uploaded masks: int32 [rows]. Capturable."""
         masks = self._masks.first(len(slots))
         return self._kernels.sample_slots(self._state, logits, slots, None, masks)
 
@@ -263,14 +265,14 @@ class ModelRunner:
         return self._model.forward(inputs, StepMixer(self._attention.decode(rows), recur))
 
     def _mixed_step(self, step: PackedStep, graph: StepShape | None) -> Forwarded:
-        """Prefill chunks, and the decodes beside them, in one forward pass."""
+        """Decodes and prefill chunks in one forward pass."""
         self.work.ran("mixed", step.shape.size, None if graph is None else graph.size)
-        if step.extras.output_tokens is not None:  # of decodes too, which count their inputs
+        if step.extras.output_tokens is not None:  # decodes add their inputs to these counts
             extras = self._upload(step)
             hidden = self.mixed.forward(step, graph)
         else:
             hidden = self.mixed.forward(step, graph)
-            extras = self._upload(step)  # which only sampling reads
+            extras = self._upload(step)  # only sampling reads them
         if self._states is not None:
             self._states.cache.after_step(step.states)
         return self._logits(step, hidden, self.mixed.token_slots, extras)
@@ -282,7 +284,7 @@ class ModelRunner:
         token_slots: torch.Tensor,
         extras: DeviceExtras,
     ) -> Forwarded:
-        """A mixed step's, from its hidden states and the slots of its tokens."""
+        """Logits and prompt logprobs of a mixed step, from hidden states and its tokens' slots."""
         logits_of = partial(self.mixed.logits_of_tokens, hidden, token_slots)
         of_prompts = prompt_logprobs(step.prompt_logprobs, extras, logits_of)
         sampled, logits = self.mixed.logits(hidden, len(step.sampled_slots))
@@ -290,8 +292,8 @@ class ModelRunner:
         return Forwarded(logits, slots, positions, sampled, extras, of_prompts)
 
     def run_padding(self, num_tokens: int) -> None:
-        """A step of one prompt on the padding page, and its first token in the padding slot. On the
-        current stream."""
+        """Run a prefill of the padding page on the current stream, and sample in the padding
+        slot."""
         num_groups, vocab_size = len(self._state.block_tables), self._state.in_prompt.shape[1]
         step = padding_prompt(num_tokens, self._cache.block_size, num_groups, vocab_size)
         hidden = self.mixed.forward(step, self.mixed.graph_shape(step))
@@ -300,7 +302,7 @@ class ModelRunner:
             self.mixed.sample(logits)
 
     def _upload(self, step: PackedStep) -> DeviceExtras:
-        """In one copy; penalties and allowed tokens are written to the device state."""
+        """Copy sampling inputs that few steps have; updates penalties and allowed tokens."""
         if step.extras is NO_EXTRAS:
             return NO_DEVICE_EXTRAS
         extras: DeviceExtras = self._staging.upload(step.extras)

@@ -1,8 +1,8 @@
-"""One step as arrays: all that a worker is told of it, and nothing of requests.
+"""A step as arrays: all that a worker needs, without sequences or requests.
 
-A `PackedStep` holds numbers and typed records of arrays, no `Sequence` and no `SamplingParams`, so
-that it can be written to a socket as it is. `StepPacker` (step_packer.py) makes it of a `StepPlan`.
-The records are generic: of numpy arrays on the host, of tensors once they are on the device.
+A `PackedStep` holds numbers and records of arrays, but no `Sequence` or `SamplingParams`, so it can
+be sent over a socket. `StepPacker` (step_packer.py) makes one from a `StepPlan`. The records are
+generic: they have numpy arrays on the host, and tensors on the device.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ A = TypeVar("A", np.ndarray, torch.Tensor)
 
 
 class Feature:
-    """Bits of a number: sampling features beyond those of the captured sampler. Plain numbers: an
-    `IntFlag` computes in Python."""
+    """Bit flags of sampling features that the captured sampler does not have. They are plain ints,
+    as `IntFlag` is slow."""
 
-    EDIT = 1  # logit bias, bad words, min_tokens, tokens that are forced
-    ALLOWED = 2
+    EDIT = 1  # logit bias, bad words, min_tokens, forced tokens
+    ALLOWED = 2  # allowed_token_ids
     LOGPROBS = 4
-    MASK = 8  # a constraint's
+    MASK = 8  # a grammar's
     PROCESS = 16  # logits processors, of the request or of the engine
 
 
 NO_FEATURE = 0
-# What the sampler does plainly; logprobs are read from the logits beside it.
+# Features that do not need full sampling: logprobs are computed from the logits separately.
 PLAIN = Feature.LOGPROBS | Feature.MASK
 
 
 class SlotTokens(NamedTuple, Generic[A]):
-    """Lists of tokens that slots get for those that they had before. All int32."""
+    """A list of tokens for each of some slots, which replaces the slot's last list. All int32."""
 
     slots: A  # [lists]
-    row_slots: A  # [tokens]: the slot of each
+    row_slots: A  # [tokens]: the slot of each token
     tokens: A
 
 
 class LogitEdits(NamedTuple, Generic[A]):
-    """Additions to logits, and tokens that are forced. int32 but `values`."""
+    """Values to add to logits, and forced tokens. All int32 except `values`."""
 
     rows: A  # [edits]
     tokens: A
@@ -55,14 +55,14 @@ class LogitEdits(NamedTuple, Generic[A]):
 
 
 class SamplingExtras(NamedTuple, Generic[A]):
-    """Inputs of sampling that few steps have; None: this one has none."""
+    """Inputs of sampling that few steps have. None: not in this step."""
 
-    prompt_tokens: SlotTokens[A] | None = None  # of sequences with penalties, each token once
-    output_tokens: SlotTokens[A] | None = None  # of the same
-    allowed: SlotTokens[A] | None = None  # of slots that have a list, or had one before
+    prompt_tokens: SlotTokens[A] | None = None  # distinct ones, of sequences with penalties
+    output_tokens: SlotTokens[A] | None = None  # of sequences with penalties
+    allowed: SlotTokens[A] | None = None  # of slots that have such a list, or had one before
     edits: LogitEdits[A] | None = None
-    logprob_ids: A | None = None  # int32 [rows, ids]: tokens that rows named for logprobs
-    prompt_targets: A | None = None  # int32: of all rows with prompt logprobs, one after another
+    logprob_ids: A | None = None  # int32 [rows, ids]: `logprob_token_ids`
+    prompt_targets: A | None = None  # int32: targets of all rows with prompt logprobs, in order
 
 
 DeviceExtras = SamplingExtras[torch.Tensor]
@@ -72,14 +72,14 @@ NO_DEVICE_EXTRAS: DeviceExtras = SamplingExtras()
 
 @dataclass(frozen=True, slots=True)
 class SlotChanges:
-    """Sequences that take slots, and new entries of block tables; None: the step has none."""
+    """Sequences that take slots, and new block table entries. None: not in this step."""
 
     records: np.ndarray | None = None  # int32 [n, RECORD_WORDS] (slot_changes.py)
     # int32 [3, m]: tables (group * slots + slot), indices, pages
     entries: np.ndarray | None = None
 
     def split(self, max_records: int, max_entries: int) -> list[SlotChanges]:
-        """In order, pieces of at most so many of each; at least one."""
+        """Pieces of at most this many records and entries, in order; at least one piece."""
         num_records = 0 if self.records is None else len(self.records)
         num_entries = 0 if self.entries is None else self.entries.shape[1]
         num_pieces = max(1, -(-num_records // max_records), -(-num_entries // max_entries))
@@ -99,8 +99,8 @@ NO_CHANGES = SlotChanges()
 
 
 @dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """A prefill row that wants logprobs: of the prompt token that follows each of its tokens."""
+class PromptLogprobsRow:
+    """A prefill row with prompt logprobs. Its targets are the prompt tokens after its tokens."""
 
     seq_id: int
     first_token: int  # in the step's token order
@@ -108,35 +108,35 @@ class PromptLogprobs:
     num_top: int
 
 
-TOKEN_STRIDE = 7919  # a prime: tokens of a padding step differ as far as the vocabulary goes
+TOKEN_STRIDE = 7919  # a prime, so that a padding step has as many different tokens as possible
 NO_ROWS = np.zeros(0, np.int32)
 NO_PROMPTS = PrefillRows(np.zeros(1, np.int32), NO_ROWS, np.zeros(1, np.int32), NO_ROWS[None])
 
 
 class PackedStep(NamedTuple):
-    """D decodes, then P tokens of prompts; R rows sample. A tuple: one is made for each step, and a
-    frozen dataclass takes three times as long."""
+    """D decodes, then P prompt tokens; R rows sample. A tuple, as one is made per step and creating
+    a frozen dataclass takes three times as long."""
 
     decode_slots: np.ndarray  # int32 [D]
     decode_positions: np.ndarray  # int32 [D]
     sampled_slots: np.ndarray  # int32 [R]
-    # The next three are of steps with prompts alone.
-    # int32 [3 + groups, P]: ids, positions, slots; flat positions in each group's cache
+    # Only steps with prompts have the next three.
+    # int32 [3 + groups, P]: ids, positions, slots, and flat positions in each group's cache
     tokens: np.ndarray = NO_ROWS
-    samples: np.ndarray = NO_ROWS  # int32 [3, R]: which of D + P tokens; slots; the new positions
+    samples: np.ndarray = NO_ROWS  # int32 [3, R]: token indices (of D + P), slots, new positions
     prefills: PrefillRows = NO_PROMPTS
-    # Pages that change their place before the forward pass, in this order.
+    # Page moves before the forward pass, in this order.
     swap_out: tuple[tuple[int, int], ...] = ()  # (device page, host page)
     page_copies: tuple[tuple[int, int], ...] = ()  # (from, to), both on the device
     swap_in: tuple[tuple[int, int], ...] = ()  # (host page, device page)
     states: StateMoves = NO_STATE_MOVES
     changes: SlotChanges = NO_CHANGES
-    features: int = NO_FEATURE  # all that any row that samples needs
+    features: int = NO_FEATURE  # of all rows that sample
     extras: SamplingExtras[np.ndarray] = NO_EXTRAS
-    num_top_logprobs: int | None = None  # the most that any row wants; None: none wants logprobs
-    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    needs_host: bool = False  # its sampling is launched later, when the tokens before it are known
-    adapters: bool = False  # some token's sequence has one
+    num_top_logprobs: int | None = None  # the largest of all rows; None: no row has logprobs
+    prompt_logprobs: tuple[PromptLogprobsRow, ...] = ()
+    needs_host: bool = False  # sampling is launched later, when the tokens before are known
+    adapters: bool = False  # some row has a LoRA adapter
 
     @property
     def has_prompts(self) -> bool:
@@ -144,7 +144,7 @@ class PackedStep(NamedTuple):
 
     @property
     def shape(self) -> StepShape:
-        """Not padded."""
+        """The step's own shape, without padding."""
         num_decodes, num_prompt_tokens = len(self.decode_slots), self.prefills.num_tokens
         kind = StepKind.of(num_decodes, num_prompt_tokens)
         return StepShape(kind, num_decodes + num_prompt_tokens, self.adapters)
@@ -153,9 +153,9 @@ class PackedStep(NamedTuple):
 def padding_prompt(
     num_tokens: int, block_size: int, num_groups: int = 1, vocab_size: int = 1
 ) -> PackedStep:
-    """A step of one prompt, and its first token, on the padding page and slot.
+    """A prefill of one prompt on the padding page, which samples in the padding slot.
 
-    Its tokens differ as far as the vocabulary goes: equal ones would all take the same experts.
+    Its tokens differ as far as possible: equal tokens would all use the same experts.
     """
     num_pages = -(-num_tokens // block_size)
     tokens = np.zeros((3 + num_groups, num_tokens), np.int32)

@@ -1,17 +1,18 @@
-"""From logits to tokens, on the device, per row of one batch.
+"""Sampling on the device: logits to tokens, with parameters per row.
 
-Two paths, by what the step's rows need (known on the host):
+There are two paths; the host knows which one the step's rows need:
 
-  `SampleSlots`   masks, penalties, greedy, temperature, min-p, top-k, top-p: what graphs capture
-  `sample_fully`  processors, allowed tokens and edits of logits first, then the same
+  `SampleSlots`   masks, penalties, greedy, temperature, min-p, top-k, top-p; can be captured
+  `sample_fully`  logits processors, allowed tokens and logit edits, then the same
 
-Both leave each slot's state at its new token.
+Both update each slot's state with its new token.
 
-A filter is a cutoff: it keeps what is at least as likely as some token, so that ties are kept or
-dropped together. First min-p, then top-k, then the fewest of what is left that reach top-p of it.
+A filter keeps all tokens at least as likely as a cutoff, so ties are kept or dropped together.
+First min-p applies, then top-k, then top-p: the fewest of the remaining tokens whose probabilities,
+renormalised, reach top_p.
 
-Randomness is a hash of (the sequence's seed, the position of the new token, the token id), so a
-seeded request samples the same tokens whatever else is in its batch, and after any preemption.
+Noise is a hash of (the sequence's seed, the position of the new token, the token id). So a seeded
+request samples the same tokens whatever else is in its batch, and after a preemption.
 """
 
 from __future__ import annotations
@@ -28,12 +29,11 @@ from asyncllm.worker.token_masks import RowMasks, allows, apply_masks_torch
 
 MASK32 = 0xFFFFFFFF
 NOTHING = float("-inf")
-FORBIDDING = Feature.ALLOWED | Feature.EDIT | Feature.PROCESS  # may leave a row no token
+FORBIDDING = Feature.ALLOWED | Feature.EDIT | Feature.PROCESS  # may leave a row without a token
 
 # (state, logits [rows, V], slots int32 [rows], positions int32 [rows] or None, masks or None)
-# -> int32 [rows], sampled plainly by the slots' parameters; the slots have moved on to them. Only
-# enqueues, and may be captured.
-# positions: of the tokens to be sampled, where the slots do not hold them already.
+# -> sampled tokens int32 [rows]; updates the slots. Only enqueues; capturable.
+# positions: of the tokens to sample; None: the slots have them already.
 SampleSlots = Callable[
     [DeviceState, torch.Tensor, torch.Tensor, torch.Tensor | None, RowMasks | None], torch.Tensor
 ]
@@ -41,13 +41,13 @@ Process = Callable[[torch.Tensor], None]  # logits f32 [rows, V], in place
 
 
 class LogprobTensors(NamedTuple):
-    """Raw log-probabilities of `rows` positions, on the device."""
+    """Log-probabilities of `rows` positions, on the device."""
 
-    logprobs: torch.Tensor  # f32 [rows], of the chosen token
+    logprobs: torch.Tensor  # f32 [rows], of the sampled token
     ranks: torch.Tensor  # int64 [rows], 1 = most likely
     top_ids: torch.Tensor  # int64 [rows, k]
     top_logprobs: torch.Tensor  # f32 [rows, k]
-    named_logprobs: torch.Tensor | None = None  # f32 [rows, ids], of the tokens that were named
+    named_logprobs: torch.Tensor | None = None  # f32 [rows, ids], of `logprob_token_ids`
 
 
 def sample_fully(
@@ -61,14 +61,14 @@ def sample_fully(
     masks: RowMasks | None = None,
     process: Process | None = None,
 ) -> torch.Tensor:
-    """int32 [rows], with every feature that any row of the step asks for.
+    """Sampled tokens, int32 [rows], with all features that rows of the step need.
 
-    NON_FINITE_TOKEN for a row with a NaN or +inf, NO_TOKEN_LEFT where all are forbidden.
+    NON_FINITE_TOKEN for a row with NaN or +inf, NO_TOKEN_LEFT if all its tokens are forbidden.
     """
     logits = logits.to(torch.float32, copy=True)
     if process is not None:
         process(logits)
-    bad = _rows_not_finite(logits)  # before edits hide it
+    bad = _rows_not_finite(logits)  # before edits may hide it
     if features & Feature.ALLOWED:
         _mask_disallowed(logits, state, slots)
     if edits is not None:
@@ -78,7 +78,7 @@ def sample_fully(
         tokens.masked_fill_(tokens == NON_FINITE_TOKEN, NO_TOKEN_LEFT)
     if edits is not None and len(edits.forced_rows):
         rows, forced = edits.forced_rows, edits.forced_tokens.int()
-        if masks is not None:  # a grammar that knows no such token goes first
+        if masks is not None:  # a grammar that does not allow the token takes precedence
             forced = torch.where(allows(masks, rows, forced), forced, tokens[rows])
         tokens.index_put_((rows,), forced)
         state.last_tokens.index_put_((slots[rows],), forced.clamp(min=0))
@@ -94,7 +94,8 @@ def _mask_disallowed(logits: torch.Tensor, state: DeviceState, slots: torch.Tens
 
 
 def penalise(logits: torch.Tensor, state: DeviceState, slots: torch.Tensor) -> None:
-    """In place: repetition over prompt and output; frequency and presence over output (as vLLM)."""
+    """Apply penalties in place: repetition over prompt and output, frequency and presence over
+    output, as in vLLM."""
     rows = state.is_penalised(slots).nonzero().squeeze(1)
     slots, x = slots[rows], logits[rows]
     counts = state.output_counts[slots]
@@ -110,9 +111,9 @@ def penalise(logits: torch.Tensor, state: DeviceState, slots: torch.Tensor) -> N
 def gather_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, num_top: int, named: torch.Tensor | None = None
 ) -> LogprobTensors:
-    """Log-probabilities under logits [rows, V] of one token per row, and of the `num_top` best.
+    """Log-probabilities by logits [rows, V] of one token per row, and of the `num_top` most likely.
 
-    named: more token ids [rows, ids] to look up.
+    named: other token ids [rows, ids] to look up.
     """
     logprobs = logits.float().log_softmax(dim=-1)
     chosen = logprobs.gather(1, tokens.long().clamp(min=0).unsqueeze(1))
@@ -129,10 +130,10 @@ def sample_slots_torch(
     positions: torch.Tensor | None,
     masks: RowMasks | None,
 ) -> torch.Tensor:
-    """The reference `SampleSlots`: argmax of what the filters leave of logits / T, and of
-    Gumbel(seed, position, token) added to it.
+    """The reference implementation of `SampleSlots`: argmax of filtered logits / temperature +
+    Gumbel(seed, position, token).
 
-    NON_FINITE_TOKEN for a row with a NaN or +inf, or with nothing but -inf.
+    NON_FINITE_TOKEN for a row with NaN or +inf, or with nothing but -inf.
     """
     if positions is None:
         positions = state.positions[slots]
@@ -153,7 +154,7 @@ def sample_slots_torch(
 
 
 def _filter(scores: torch.Tensor, state: DeviceState, slots: torch.Tensor) -> None:
-    """-inf for what min-p, top-k and top-p drop, in place. Rows without filters cost nothing."""
+    """Set scores that min-p, top-k or top-p drop to -inf, in place. Only rows with filters cost."""
     top_ks, top_ps, min_ps = state.top_ks[slots], state.top_ps[slots], state.min_ps[slots]
     is_filtered = (state.temperatures[slots] > 0) & ((top_ks > 0) | (top_ps < 1) | (min_ps > 0))
     rows = is_filtered.nonzero().squeeze(1)
@@ -165,7 +166,7 @@ def _filter(scores: torch.Tensor, state: DeviceState, slots: torch.Tensor) -> No
 def cutoffs(
     scores: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor
 ) -> torch.Tensor:
-    """The least score that is kept in each row, [rows, 1], of scores f32 [rows, V], by sorting."""
+    """The smallest score to keep in each row: [rows, 1], from scores f32 [rows, V], by sorting."""
     ordered = scores.sort(dim=1, descending=True).values
     vocab_size = scores.shape[1]
     ranks = torch.where(top_ks > 0, top_ks.clamp(max=vocab_size), vocab_size).long()
@@ -181,16 +182,16 @@ def cutoffs(
 
 
 def _rows_not_finite(logits: torch.Tensor) -> torch.Tensor:
-    """bool [rows]: which have a NaN or +inf, be it behind a mask."""
-    best = logits.amax(dim=1)  # of a row with a NaN it is one
+    """Rows with NaN or +inf, even where masked: bool [rows]."""
+    best = logits.amax(dim=1)  # NaN if there is one
     return best.isnan() | (best == float("inf"))
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """f32 [rows, vocab_size] standard Gumbel noise, a pure function of its arguments.
+    """Standard Gumbel noise, f32 [rows, vocab_size], a pure function of its arguments.
 
-    -log(E) with E = -log(1 - u) exponential; u in (0, 1) from 32 hashed bits. Small u keep their
-    relative precision in float32, and it is they that make the large noise that decides.
+    -log(E) with E = -log(1 - u) exponential and u in (0, 1) from 32 hashed bits. Small u have full
+    relative precision in float32, and these make the large noise that decides.
     """
     low, high = seeds & MASK32, (seeds >> 32) & MASK32
     key = _mix(low ^ _mix(high ^ _mix(positions.long() & MASK32))).unsqueeze(1)

@@ -1,7 +1,7 @@
-"""A step's changes of the slots' state, packed on the host: sequences that take slots; pages.
+"""Packs a step's slot changes on the host: sequences that take slots, and new block table entries.
 
-One record for each of the former and one entry for each of the latter, so that a step's changes are
-two arrays and, on a GPU, one kernel (kernels/slots), whatever a slot remembers.
+A record per sequence and an entry per page make two arrays, which on a GPU one kernel applies
+(kernels/slots), whatever the state of a slot consists of.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from asyncllm.worker.device_state import FLOAT_PARAMS, DeviceState
 from asyncllm.worker.packed_step import NO_CHANGES, SlotChanges
 
 MAX_INT32 = 2**31 - 1
-LEAST_TOP_P = 1e-6  # less than the best token of any vocabulary has; not 0 in float32
+LEAST_TOP_P = 1e-6  # less than the probability of the most likely token, but not 0 in float32
 
 INTS = ("slot", "last_token", "position", "prompt_len", "top_k", "adapter")
-FIRST_INT, FIRST_FLOAT = 2, 2 + len(INTS)  # in a record's 32-bit words
+FIRST_INT, FIRST_FLOAT = 2, 2 + len(INTS)  # indices of a record's 32-bit words
 SLOT_INIT = np.dtype(
     [
         ("seed", np.int64),
@@ -29,19 +29,19 @@ SLOT_INIT = np.dtype(
     ]
 )
 RECORD_WORDS = SLOT_INIT.itemsize // 4
-_RECORD = struct.Struct(f"=q{len(INTS)}i{len(FLOAT_PARAMS)}f")  # the same: numpy takes longer
-# Every record's seed is aligned.
+_RECORD = struct.Struct(f"=q{len(INTS)}i{len(FLOAT_PARAMS)}f")  # the same, but faster than numpy
+# The seed is aligned in all records.
 assert SLOT_INIT.itemsize == _RECORD.size and _RECORD.size % 8 == 0
 
-# (state, records int32 [n, RECORD_WORDS], entries int32 [3, m]). Only enqueues, and may be
-# captured. A record or an entry of zeros says of the padding slot what it has anyway.
+# (state, records int32 [n, RECORD_WORDS], entries int32 [3, m]). Only enqueues; capturable. A
+# record or entry of zeros writes to the padding slot what it has already.
 WriteSlots = Callable[[DeviceState, torch.Tensor, torch.Tensor], None]
 
 
 def pack_changes(
     inits: Sequence[SlotInit], appends: Sequence[PageAppend], num_slots: int
 ) -> SlotChanges:
-    """NO_CHANGES where there are none. num_slots: the padding slot included."""
+    """NO_CHANGES if there are none. num_slots: including the padding slot."""
     if not inits and not appends:
         return NO_CHANGES
     if not inits:
@@ -56,11 +56,11 @@ def _record(init: SlotInit) -> bytes:
     return _RECORD.pack(
         init.seq.seed,
         init.slot,
-        # A sequence that comes back decoding continues from its last token; a prefill ignores it.
+        # A swapped-in sequence may decode at once, from its last token; a prefill ignores it.
         init.token_ids[-1],
         init.num_computed,
         init.seq.num_prompt_tokens,
-        min(max(params.top_k, 0), MAX_INT32),  # more than any vocabulary has is as good as all
+        min(max(params.top_k, 0), MAX_INT32),
         init.seq.request.adapter_slot,
         0.0 if params.greedy else params.temperature,
         max(params.top_p, LEAST_TOP_P),
@@ -74,7 +74,7 @@ def _record(init: SlotInit) -> bytes:
 def _pack_entries(
     inits: Sequence[SlotInit], appends: Sequence[PageAppend], num_slots: int
 ) -> np.ndarray:
-    """New entries of block tables: tables, indices, pages, int32 [3, entries]."""
+    """New block table entries: int32 [3, entries] of tables, indices, pages."""
     tables = [append.group * num_slots + append.slot for append in appends]
     indices = [append.block_index for append in appends]
     pages = [append.block_id for append in appends]
@@ -88,7 +88,7 @@ def _pack_entries(
 
 
 def write_slots_torch(state: DeviceState, records: torch.Tensor, entries: torch.Tensor) -> None:
-    """The reference `WriteSlots`."""
+    """The reference implementation of `WriteSlots`."""
     slots, *ints = records[:, FIRST_INT:FIRST_FLOAT].unbind(1)
     of_tokens = state.last_tokens, state.positions, state.prompt_lens
     tensors = *of_tokens, state.top_ks, state.adapters

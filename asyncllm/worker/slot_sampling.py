@@ -1,9 +1,9 @@
-"""The host's memory of each slot's sampling, so that plain rows cost nothing.
+"""The host's record of each slot's sampling features, so that plain rows cost nothing.
 
-Which features a step needs decides between the captured sampler, which knows temperature, filters
-and penalties from the device alone, and the full one. What changes on the device (parameters,
-penalty counts, allowed tokens) is packed when a sequence takes its slot; what depends on the tokens
-so far (bad words, stop tokens before min_tokens) is packed per step.
+The features of a step's rows choose between the captured sampler, which reads temperature, filters
+and penalties on the device, and full sampling. State on the device (parameters, token counts,
+allowed tokens) is packed when a sequence takes its slot. Edits that depend on the tokens so far
+(bad words, stop tokens before min_tokens) are packed per step.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _NO_VALUES = np.zeros(0, np.float32)
 
 @dataclass(slots=True)
 class _SlotMemory:
-    """The host's memory of one slot, where it is not plain."""
+    """The logit edits of a slot's sequence."""
 
     seq: Sequence
-    tokens: np.ndarray  # int32, edited in every step
-    values: np.ndarray  # f32, what is added to them
+    tokens: np.ndarray  # int32, to edit in every step
+    values: np.ndarray  # f32, to add to their logits
 
     @classmethod
     def of(cls, seq: Sequence) -> _SlotMemory:
@@ -48,19 +48,19 @@ class _SlotMemory:
 
 class SlotSampling:
     def __init__(self, num_slots: int) -> None:
-        self._features = np.zeros(num_slots, np.int32)  # of the sequences that took the slots last
-        self._memory: dict[int, _SlotMemory] = {}  # of slots with EDIT
+        self._features = np.zeros(num_slots, np.int32)  # of the last sequence in each slot
+        self._memory: dict[int, _SlotMemory] = {}  # slots with EDIT
 
     def features(self, slots: np.ndarray) -> int:
-        """`Feature`s, all that any of these slots needs."""
+        """All `Feature`s that these slots need."""
         return int(np.bitwise_or.reduce(self._features[slots], initial=NO_FEATURE))
 
     def init(self, inits: tuple[SlotInit, ...]) -> SamplingExtras[np.ndarray]:
-        """Sequences take slots: remember what they need, pack what is not in their records."""
-        # A slot that was restricted and is no more needs its row cleared as well.
+        """Note the features of sequences that take slots; pack state that their records lack."""
+        # A slot that had allowed tokens, and has none any more, must be cleared.
         restricted = [i for i in inits if self._remember(i) & Feature.ALLOWED]
         penalised = [i for i in inits if i.seq.request.sampling_params.penalises]
-        if not restricted and not penalised:  # as in most batches
+        if not restricted and not penalised:  # the usual case
             return NO_EXTRAS
         return SamplingExtras(
             prompt_tokens=_of_requests(penalised, lambda r: np.unique(int32(r.prompt_token_ids))),
@@ -71,8 +71,8 @@ class SlotSampling:
         )
 
     def _remember(self, init: SlotInit) -> int:
-        """Note which features the slot's new sequence uses. Returns them and those that the slot's
-        sequence before it used."""
+        """Note the features of a slot's new sequence. Returns them and those of the slot's last
+        sequence."""
         request, slot = init.seq.request, init.slot
         params = request.sampling_params
         features = NO_FEATURE
@@ -95,7 +95,7 @@ class SlotSampling:
         return used
 
     def logit_edits(self, slots: np.ndarray) -> LogitEdits[np.ndarray]:
-        """Bias, bad words, stop tokens before min_tokens, and forced tokens, of these rows."""
+        """Logit bias, bad words, stop tokens before min_tokens, and forced tokens of these rows."""
         places = [(row, self._memory.get(slot)) for row, slot in enumerate(slots.tolist())]
         edited = [(row, memory) for row, memory in places if memory is not None]
         tokens: list[np.ndarray] = [NO_ROWS]
@@ -116,9 +116,9 @@ class SlotSampling:
 
 
 def _forbidden_now(seq: Sequence) -> list[int]:
-    """Tokens that must not come next: stop tokens before min_tokens, ends of bad words.
+    """Tokens that are forbidden next: stop tokens before min_tokens, last tokens of bad words.
 
-    The token to be sampled is already counted as in flight.
+    The token to sample counts as in flight already.
     """
     request = seq.request
     num_before = seq.num_tokens - 1 - seq.num_prompt_tokens
@@ -127,7 +127,7 @@ def _forbidden_now(seq: Sequence) -> list[int]:
         forbidden += request.stop_token_ids
     for word in request.bad_words_ids:
         start = len(word) - 1
-        # Rows with longer words are host rows: here all their tokens are known.
+        # Rows with words of several tokens are host rows, so all their tokens are known here.
         if 0 < start <= seq.num_output_tokens and tuple(seq.token_ids[-start:]) == word[:-1]:
             forbidden.append(word[-1])
     return forbidden
@@ -138,7 +138,7 @@ def _forced_now(seq: Sequence) -> int | None:
 
 
 def _counted(init: SlotInit) -> list[int]:
-    """Its output tokens, but for the input of its next decode step, which that step counts."""
+    """Its output tokens, without the input of its next decode step, which that step counts."""
     seq = init.seq
     decodes = init.num_computed >= seq.num_prefill
     return init.token_ids[seq.num_prompt_tokens : len(init.token_ids) - decodes]
@@ -147,14 +147,14 @@ def _counted(init: SlotInit) -> list[int]:
 def _of_requests(
     inits: list[SlotInit], convert: Callable[[Request], np.ndarray]
 ) -> SlotTokens[np.ndarray] | None:
-    """A list of each sequence's request, which forks share: it is converted once."""
+    """A token list for each sequence. Forks share their request's list, so it is made once."""
     requests = {init.seq.request.request_id: init.seq.request for init in inits}
     lists = {name: convert(request) for name, request in requests.items()}
     return _slot_tokens(inits, [lists[init.seq.request.request_id] for init in inits])
 
 
 def _slot_tokens(inits: list[SlotInit], lists: list[np.ndarray]) -> SlotTokens[np.ndarray] | None:
-    """None for none. A list may be as long as the vocabulary."""
+    """None without `inits`. A list may be as long as the vocabulary."""
     if not inits:
         return None
     slots = int32([init.slot for init in inits])

@@ -1,11 +1,11 @@
-"""The steps of a pipeline's stage: begun on every rank, ended on those of the first.
+"""Runs steps on a rank of a pipeline stage: all ranks begin a step, those of stage 0 end it.
 
     stage 0   begin A | begin B | end A | begin A' | end B | begin B' | end A' | ...
     stage 1           | begin A         | begin B          | begin A'          | ...
 
-A and B are steps of disjoint rows (engine/scheduler.py), so that what is begun between a step's two
-parts touches no slot of its own. Its inputs are put in place again for its end. Other stages than
-the first know no tokens: their slots move on by positions alone.
+A and B are steps of disjoint rows (engine/scheduler.py), so steps that begin between the two parts
+of another one do not touch its slots. The static inputs of a step are written again for its end.
+Only stage 0 knows tokens; the other stages only advance the positions of their slots.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from asyncllm.worker.step_sampling import Forwarded
 
 
 class StagedRunner(ModelRunner):
-    """`graphs` are of `stage_step`; `last_graphs`, by adapters, of `last_step`."""
+    """`graphs` capture `stage_step`; `last_graphs`, with and without adapters, `last_step`."""
 
     in_parts = True
 
@@ -47,7 +47,7 @@ class StagedRunner(ModelRunner):
     def stage_step(
         self, slots: torch.Tensor, max_len: int | None = None, *, adapters: bool = False
     ) -> tuple[torch.Tensor]:
-        """This stage's part of `decode_step`: the residual [rows, hidden_size]. Capturable."""
+        """This stage's layers of `decode_step`: the residual [rows, hidden_size]. Capturable."""
         last_tokens, next_positions, rows, prompt_lens = self._gather(slots, max_len, adapters)
         residual = self._layers(slots, last_tokens, rows, prompt_lens)
         if not self._stages.is_first:
@@ -57,7 +57,7 @@ class StagedRunner(ModelRunner):
     def last_step(
         self, slots: torch.Tensor, *, adapters: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The end of `decode_step`, from what the last stage has made. Capturable."""
+        """The end of `decode_step`, from the last stage's residual. Capturable."""
         state = self._state
         if self.lora is not None:
             self.lora.select(state.adapters[slots] if adapters else None)
@@ -66,8 +66,7 @@ class StagedRunner(ModelRunner):
         return self._kernels.sample_slots(state, logits, slots, next_positions, None), logits
 
     def capture_last(self, size: int, pool: GraphPool, *, adapters: bool) -> torch.Tensor | None:
-        """The buffer in which a decode step of this size leaves its logits; None where no step has
-        any."""
+        """Capture `last_step`. Returns the buffer of its logits; None on other stages than 0."""
         if not self._stages.is_first:
             return None
         slots = self.inputs.decode_slots[:size]
@@ -125,7 +124,7 @@ class StagedRunner(ModelRunner):
             self._advance(len(step.sampled_slots))
             return _nothing
         token_slots = self.mixed.token_slots
-        if step.prompt_logprobs:  # others may write there until they are read
+        if step.prompt_logprobs:  # other steps write there before this one's end
             token_slots = token_slots.clone()
 
         def end() -> Forwarded:
@@ -139,10 +138,10 @@ class StagedRunner(ModelRunner):
         return end
 
     def _advance(self, num_rows: int) -> None:
-        """The slots of the mixed step in the static inputs, to their next positions."""
+        """Advance the slots of the mixed step in the static inputs to their next positions."""
         slots, positions = self.inputs.sample_slots[:num_rows], self.inputs.sample_positions
         self._state.advance(slots, torch.zeros_like(slots), positions[:num_rows])
 
 
 def _nothing() -> None:
-    """The rest is done by other ranks, or there is none."""
+    """The end of a step that this rank has no part in."""

@@ -1,6 +1,6 @@
-"""Host arrays to device tensors, one copy per step however many arrays there are; tokens back.
+"""Copies between host and device: a step's arrays in a single copy, and sampled tokens back.
 
-The arrays of a step are packed into one buffer, pinned for CUDA, one of a few that rotate.
+The arrays of a step are packed into one of several rotating buffers, pinned for CUDA.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from asyncllm.attention.rotating_buffers import RotatingBuffers
 WORD_BYTES = 4
 ALIGNMENT_WORDS = 4
 TYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.float32): torch.float32}
-USUAL_BYTES = 1 << 20  # of a buffer; it grows where a step has more
+USUAL_BYTES = 1 << 20  # size of a buffer; it grows if a step needs more
 NUM_BUFFERS = 3  # one being read, one launched ahead, one being written
 
 
 class Staging:
-    """Rotating pairs of a host buffer, pinned for CUDA, and one on the device."""
+    """Rotating pairs of a host buffer, pinned for CUDA, and a device buffer."""
 
     def __init__(
         self, device: torch.device, capacity_bytes: int = USUAL_BYTES, num_ahead: int = 1
     ) -> None:
-        """num_ahead: steps that are launched before one is done."""
+        """num_ahead: steps that may be launched before one is finished."""
         self._device = device
         pairs = [self._pair(capacity_bytes // WORD_BYTES) for _ in range(NUM_BUFFERS * num_ahead)]
         self._buffers = RotatingBuffers(pairs, device)
 
     def upload(self, record: tuple[Any, ...]) -> Any:
-        """The record, and the records in it, with tensors on the device in place of its arrays of
-        int32 or float32, of their shapes and dtypes, aligned, valid for this step.
+        """The record, and records in it, with device tensors in place of its arrays.
 
-        Copies on the current stream, without waiting for it.
+        Arrays are int32 or float32. The tensors are aligned, and valid for this step. It copies on
+        the current stream, without waiting for it.
         """
         arrays = list(_arrays_of(record))
         if not arrays:
@@ -49,14 +49,14 @@ class Staging:
         return [host, torch.empty(num_words, dtype=torch.int32, device=self._device)]
 
     def _copy(self, arrays: Sequence[np.ndarray], pair: list[torch.Tensor]) -> list[torch.Tensor]:
-        """One copy of all. The pair grows where they have no room."""
+        """Copy all arrays at once. The pair grows if they do not fit."""
         sizes = [size for array in arrays for size in (array.size, -array.size % ALIGNMENT_WORDS)]
         num_words = sum(sizes)
         if num_words > len(pair[0]):
             pair[:] = self._pair(2 * num_words)
         words, end = pair[0].numpy(), 0
         for array, size, gap in zip(arrays, sizes[::2], sizes[1::2], strict=True):
-            assert array.dtype in TYPES, "an array of a type that no step has"
+            assert array.dtype in TYPES, f"unexpected dtype {array.dtype}"
             words[end : end + size] = array.reshape(-1).view(np.int32)
             end += size + gap
         device = pair[1][:num_words]
@@ -85,11 +85,11 @@ def _with_tensors(record: Any, tensors: Iterator[torch.Tensor]) -> Any:
 
 
 class ResultBuffers:
-    """Pinned buffers of `capacity` int32 tokens: the most rows that a step samples.
+    """Pinned buffers of `capacity` int32 tokens, the most that a step samples.
 
-    One per step in flight, kept for the next ones: pinned memory from torch's allocator costs an
-    event per tensor. A buffer is free again once it was read, so that of a step that failed is
-    simply never reused. On the CPU the tokens are where they should be.
+    There is one per step in flight. They are reused, as pinned memory from torch's allocator costs
+    an event per tensor. A buffer is free once it is read; that of a failed step is never reused. On
+    the CPU no copy is needed.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
@@ -98,8 +98,8 @@ class ResultBuffers:
         self._free: list[torch.Tensor] = []
 
     def fetch(self, tokens: torch.Tensor, num_rows: int) -> Callable[[], list[int]]:
-        """Enqueue the copy of `tokens`, int32; call the result once, after the step's end. What is
-        behind the first `num_rows` is padding."""
+        """Enqueue a copy of `tokens`, int32, whose first `num_rows` are not padding. Call the
+        result once, after the step's end, to read them."""
         if not self._pinned:
             return tokens[:num_rows].tolist
         buffer = self._free.pop() if self._free else self._allocate()

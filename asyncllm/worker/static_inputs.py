@@ -1,12 +1,12 @@
-"""The static input buffers of steps: what graphs read, always at the same addresses.
+"""The static input buffers that graphs read, always at the same addresses.
 
-One copy brings a step's, on CUDA from rotating pinned buffers; a step of the same decodes as the
-last one, with no new page, needs none. Changes of slots come with it, and are written from here to
-the device state: by a captured launch of its own, or as part of a step's graph.
+A step's inputs arrive in one copy, on CUDA from rotating pinned buffers. A step with the same
+decodes as the last one, and no new pages, needs no copy. Slot changes are part of the copy, and are
+applied to the device state by a captured launch of their own, or as part of a step's graph.
 
-What is beyond the step's rows and changes of slots is 0: the padding slot, which may be written so.
-Of the arrays of tokens, what the decodes have is for `FillDecodes` to fill, and beyond the step's
-tokens `write_slots` is 0, the padding page; the rest is stale, which is harmless.
+Entries after the step's rows and slot changes are 0, which stands for the padding slot. In the
+token arrays `FillDecodes` fills the decodes' part. After the step's tokens `write_slots` is 0, the
+padding page; other entries there are stale, which is harmless.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from asyncllm.worker.packed_step import NO_CHANGES, NO_ROWS, A, PackedStep, Slot
 from asyncllm.worker.slot_changes import RECORD_WORDS, WriteSlots
 
 ROW_ARRAYS = ("decode_slots", "sample_tokens", "sample_slots", "sample_positions")
-TOKEN_ARRAYS = ("token_ids", "positions", "slots")  # and write_slots, of 64 bits
-# Places for changes of slots, all brought and written whether full or not. Even numbers.
+TOKEN_ARRAYS = ("token_ids", "positions", "slots")  # and write_slots, which is int64
+# Slot changes per copy; all are copied and applied, even if unused. Even numbers.
 MAX_RECORDS = 64  # sequences that take slots
 MAX_ENTRIES = 1024  # pages
-# One being read, one launched ahead, one being written; and those of a burst of sequences, whose
-# changes come in several pieces.
+# One being read, one launched ahead, one being written; and more for a burst of new sequences,
+# whose changes come in several copies.
 NUM_BUFFERS = 6
 
 
 class StaticInputs:
-    """Holds steps of at most `max_rows` rows, and `max_tokens` tokens of steps with prefills."""
+    """Holds steps of up to `max_rows` rows; mixed steps have up to `max_tokens` tokens."""
 
     def __init__(
         self, max_tokens: int, max_rows: int, state: DeviceState, write_slots: WriteSlots
@@ -49,12 +49,11 @@ class StaticInputs:
         self.decode_slots, self.sample_tokens, self.sample_slots, self.sample_positions = ours.rows
         self.token_ids, self.positions, self.slots = ours.tokens
         self.write_slots = ours.write_slots
-        self._decode_slots: np.ndarray | None = None  # that are there, as far as the host knows
+        self._decode_slots: np.ndarray | None = None  # the decode slots that it holds, if known
         self._writing: Recorded | None = None  # `launch_changes`
 
     def put_decodes(self, slots: np.ndarray, changes: SlotChanges) -> None:
-        """The rows of a step of decodes alone, unless they are those of the last step. Its changes
-        are written."""
+        """Copy the rows of a decode step, unless it holds them already, and apply slot changes."""
         held, changes = self._decode_slots, self._write_most(changes)
         is_held = slots is held or (held is not None and np.array_equal(slots, held))
         if is_held and changes is NO_CHANGES:
@@ -67,8 +66,8 @@ class StaticInputs:
             self.write_changes()
 
     def put(self, step: PackedStep, num_tokens: int | None) -> None:
-        """A step with prompts; `write_changes`, or its graph, writes its changes. num_tokens: of
-        the graph that will read it; None: it reads no tokens."""
+        """Copy a mixed step's inputs. `write_changes`, or the step's graph, applies slot changes.
+        num_tokens: of the graph that reads the tokens; None: they are not copied."""
         changes, first = self._write_most(step.changes), len(step.decode_slots)
         self._decode_slots = step.decode_slots
         with self._buffers as (tensors, arrays):
@@ -84,7 +83,8 @@ class StaticInputs:
             self._ours.whole.copy_(tensors.whole, non_blocking=True)
 
     def _write_most(self, changes: SlotChanges) -> SlotChanges:
-        """Write what one step's inputs have no room for; the rest, returned, comes with them."""
+        """Apply slot changes that do not fit into one copy. Returns the rest, for the step's
+        copy."""
         if changes is NO_CHANGES:
             return changes
         *pieces, last = changes.split(MAX_RECORDS, MAX_ENTRIES)
@@ -93,30 +93,29 @@ class StaticInputs:
         return last
 
     def launch_changes(self) -> tuple[()]:
-        """Write the changes that are there to the device state. May be captured."""
+        """Apply the copied slot changes to the device state. Capturable."""
         self._write_slots(self._state, self._ours.records, self._ours.entries)
         return ()
 
     def capture_changes(self, pool: GraphPool) -> None:
-        """Triton's launcher takes four times as long as a replay."""
+        """Capture `launch_changes`: a replay takes a quarter of the time of Triton's launcher."""
         self._writing = pool.record(self.launch_changes)
 
     def write_changes(self) -> None:
-        """`launch_changes`, by a replay where it was captured."""
+        """`launch_changes`, as a replay if it was captured."""
         if self._writing is None:
             self.launch_changes()
         else:
             self._writing.replay()
 
     def clear(self) -> None:
-        """Nothing of the last step is there: no decodes, no changes, and all that is written goes
-        to the padding page."""
+        """Zero all inputs: no decodes, no changes, and all KV goes to the padding page."""
         self._decode_slots = None
         self._ours.whole.zero_()
 
     @property
     def _sizes(self) -> tuple[int, ...]:
-        """Words of rows, records, entries; of tokens, write_slots."""
+        """Sizes in words: rows, records, entries; tokens, write_slots."""
         head = len(ROW_ARRAYS) * self._max_rows, MAX_RECORDS * RECORD_WORDS, 3 * MAX_ENTRIES
         return *head, len(TOKEN_ARRAYS) * self._max_tokens, self._num_groups * 2 * self._max_tokens
 
@@ -133,7 +132,7 @@ class StaticInputs:
         )
 
     def _new_buffer(self) -> tuple[_Parts[torch.Tensor], _Parts[np.ndarray]]:
-        """The host's, and its arrays."""
+        """A host buffer, as tensors and as arrays."""
         whole = self._ours.whole
         memory = torch.zeros(len(whole), dtype=torch.int32, pin_memory=whole.is_cuda)
         tensors = self._split(memory)
@@ -142,7 +141,7 @@ class StaticInputs:
 
 class _Parts(NamedTuple, Generic[A]):
     whole: A
-    head: A  # rows, records and entries: what steps bring that bring no tokens
+    head: A  # rows, records and entries: all that steps without prefills need
     rows: A  # [4, max_rows]
     records: A
     entries: A
@@ -151,7 +150,7 @@ class _Parts(NamedTuple, Generic[A]):
 
 
 def _begin(arrays: _Parts[np.ndarray], decode_slots: np.ndarray, changes: SlotChanges) -> None:
-    """Write the head: these slots and changes, and zeros beyond them."""
+    """Write slots and changes to the head, and zeros after them."""
     arrays.head[:] = 0
     arrays.rows[0, : len(decode_slots)] = decode_slots
     if changes.records is not None:

@@ -1,8 +1,8 @@
-"""A runner's captured steps: some made before the engine is ready, the others in idle moments.
+"""Captures a runner's steps: some before the engine is ready, the others in idle times.
 
-Forward passes of steps with prefills, samples of their rows, and whole decode steps share a pool.
-The runner has its graphs from here, and without them runs the same steps eagerly. Whoever closes
-the runner calls `clear`: a graph's functions are the runner's own, so each would keep the other.
+Forward passes of mixed steps, sampling of their rows, and decode steps share a graph pool. The
+runner uses the graphs, and runs the same steps eagerly without them. `clear` must be called at the
+end: graphs refer to methods of the runner, so the two form a reference cycle.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ from asyncllm.worker.staged_runner import StagedRunner
 
 logger = logging.getLogger("asyncllm")
 
+ROOM_BYTES = 256 << 20  # for the kernels of a capture's steps, too, and what NCCL adds
+
 
 def persistent_step(
     runner: ModelRunner, model: CausalLM, cache: KVCache, launch: Launch | None
 ) -> DecodeStep | None:
-    """A decode step by the persistent kernel. launch: where this start has it."""
+    """A decode step by the persistent kernel. launch: the compiled kernel; None: not available."""
     if launch is None:
         return None
     assert isinstance(model, DenseDecoder)
@@ -44,8 +46,8 @@ def persistent_step(
 
 
 def capture_obstacle(model: CausalLM, device: torch.device) -> str | None:
-    """Why the model's forward pass cannot be captured, in one line; None: it can. On the current
-    stream, not the default one, after a run that has compiled its kernels."""
+    """Why the model's forward pass cannot be captured, in one line; None if it can. It must be
+    called on a stream other than the default, after a run that has compiled the kernels."""
 
     def run() -> Outputs:
         return (model.compute_logits(forward_without_attention(model, 2, device)),)
@@ -56,7 +58,7 @@ def capture_obstacle(model: CausalLM, device: torch.device) -> str | None:
         run()
         torch.cuda.set_sync_debug_mode(mode)
         GraphPool().record(run)
-    except Exception as error:  # whatever the code of a library's model raises
+    except Exception as error:  # transformers' model code may raise anything
         return one_line(error)
     finally:
         torch.cuda.set_sync_debug_mode(mode)
@@ -65,44 +67,50 @@ def capture_obstacle(model: CausalLM, device: torch.device) -> str | None:
 
 
 class StepCaptures:
-    """All on the current stream, which the steps use, between two of them."""
+    """All methods must be called between two steps, on their stream."""
 
     def __init__(
         self,
         config: EngineConfig,
         runner: ModelRunner,
         before_capture: Callable[[], None],
+        agree: Callable[[int], int],
         *,
         progress: bool,
     ) -> None:
-        """before_capture: as `GraphPool` calls it."""
+        """before_capture: as for `GraphPool`. agree: the minimum of a number over all ranks."""
         self._config = config
         self._runner = runner
+        self._agree = agree
         self._progress = progress
         self._pool = GraphPool(clear=runner.inputs.clear, before_capture=before_capture)
-        self._pending: deque[Callable[[], None]] = deque()  # in their order
+        # Resampling reads the logits of a step's graph, so it must not share that graph's memory.
+        self._resampling_pool = GraphPool()
+        self._pending: deque[Callable[[], None]] = deque()  # captures left for idle times
 
     def __len__(self) -> int:
-        """How many are left for idle moments."""
+        """The number of captures left for idle times."""
         return len(self._pending)
 
     def prefills(self) -> None:
-        """Capture steps with prefills: forward passes by their tokens, samples by their rows."""
+        """Capture mixed steps: forward passes by number of tokens, sampling by number of rows."""
         config, runner = self._config, self._runner
         sizes, most_rows = config.prefill_graph_sizes, config.cuda_graph_sizes[-1]
         if not sizes:
             return
         device, dtype = runner.inputs.token_ids.device, runner.mixed.dtype
-        # What the head takes: a model may have another size between its layers.
+        # The size that the LM head takes: a model's layers may use another one.
         hidden_size = forward_without_attention(runner.mixed.model, 1, device).shape[1]
         hidden = torch.zeros(max(sizes[-1], most_rows), hidden_size, dtype=dtype, device=device)
         graphs = runner.mixed.make_graphs(hidden, config.max_num_seqs, self._pool)
         self._capture(graphs.capture, sizes, "prefill")
+        if config.mesh.stage > 0:  # which has no logits
+            return
         for size in first_sizes(config.cuda_graph_sizes):
             runner.mixed.capture_sampling(size, self._pool)
 
     def decodes(self, persistent: DecodeStep | None) -> None:
-        """persistent: as `DecodeGraphs` has it."""
+        """Capture decode steps. persistent: as for `DecodeGraphs`."""
         sizes, runner = self._config.cuda_graph_sizes, self._runner
         slots = runner.inputs.decode_slots
         step: Callable[..., tuple[torch.Tensor, ...]] = runner.decode_step
@@ -111,9 +119,6 @@ class StepCaptures:
         with_adapters = decode = DecodeGraphs(step, slots, self._pool, persistent)
         if runner.lora is not None:
             with_adapters = DecodeGraphs(partial(step, adapters=True), slots, self._pool)
-        # What resampling computes must not lie where the logits are that it reads, which are a
-        # step's outputs: it has a pool of its own.
-        pool = GraphPool()
         masked: SizedGraphs[Recorded] = SizedGraphs()
 
         def capture(size: int) -> None:
@@ -128,7 +133,7 @@ class StepCaptures:
                 logits = runner.capture_last(size, self._pool, adapters=False)
             if logits is not None:
                 resample = partial(runner.resample, logits, slots[:size])
-                masked.add(size, pool.record(lambda: (resample(),)))
+                masked.add(size, self._resampling_pool.record(lambda: (resample(),)))
 
         self._capture(capture, sizes, "decode")
         runner.inputs.capture_changes(self._pool)
@@ -136,16 +141,28 @@ class StepCaptures:
         runner.adapter_graphs = with_adapters
 
     def capture_one(self) -> None:
-        """One of those that are left. Blocks for 10 to 20 ms."""
+        """Do one of the captures left for idle times. Blocks for 10 to 20 ms.
+
+        All ranks do it, because their steps must be padded to the same sizes. If one of them has no
+        room left, none captures any more.
+        """
+        device = self._runner.inputs.token_ids.device
+        if self._config.mesh.size > 1 and self._agree(int(has_room(device))) == 0:
+            logger.warning("a rank has no memory for %d more graphs", len(self._pending))
+            self._pending.clear()
+            return
         try:
-            self._pending.popleft()()  # done also where it raises: it is not tried for ever
+            self._pending.popleft()()  # removed even if it raises, so not tried again
         except torch.cuda.OutOfMemoryError as error:  # the next larger graph serves as well
             logger.warning("no memory for %d more graphs: %s", len(self._pending) + 1, error)
             self._pending.clear()
 
     def clear(self) -> None:
-        """Let go of all that is captured, which holds the runner's own methods: a circle."""
+        """Destroy all graphs, also those that a step still refers to: NCCL keeps its memory while a
+        graph has calls of it."""
         self._pending.clear()
+        self._pool.reset()
+        self._resampling_pool.reset()
         runner = self._runner
         runner.graphs = runner.adapter_graphs = runner.mixed.graphs = None
         runner.masked_graphs, runner.mixed.sample_graphs = SizedGraphs(), SizedGraphs()
@@ -153,17 +170,19 @@ class StepCaptures:
             runner.last_graphs.clear()
 
     def _capture(self, capture: Callable[[int], None], sizes: tuple[int, ...], name: str) -> None:
-        """Some sizes now, largest first, the others when the engine is idle. Where ranks share the
-        model all of them now: one that later had no memory left would pad steps to another size
-        than the others, and their calls would not fit."""
-        is_alone = self._config.mesh.size == 1
+        """Capture some sizes now, largest first, and the others in idle times."""
         for size in ProgressBar(
-            first_sizes(sizes) if is_alone else sorted(sizes, reverse=True),
+            first_sizes(sizes),
             desc=f"capturing {name} graphs",
             disable=not self._progress,
             leave=False,
             delay=DELAY_S,
         ):
             capture(size)
-        if is_alone:
-            self._pending.extend(partial(capture, size) for size in later_sizes(sizes))
+        self._pending.extend(partial(capture, size) for size in later_sizes(sizes))
+
+
+def has_room(device: torch.device) -> bool:
+    """Whether this rank has memory for one more graph. It must say so before a capture, in which
+    the other ranks would wait for it."""
+    return device.type != "cuda" or torch.cuda.mem_get_info(device)[0] >= ROOM_BYTES

@@ -1,8 +1,7 @@
-"""The cost of a bare decode step and of a token of prefill, which set the prefill chunk.
+"""Measures the cost of a minimal step and of a prefill token, which set the prefill chunk.
 
-Timed at the start, while other threads make the tokenizer's tables and have the GIL for long
-stretches, so some of the timings are too high, and one may be anything. What is known of steps
-mends them: see `cost_of`.
+They are timed at the start, while other threads build the tokenizer's tables and hold the GIL for
+long, so some timings are too high, and one may be far off. `cost_of` corrects them.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import torch
 from asyncllm.types import StepCost
 from asyncllm.worker.model_runner import ModelRunner
 
-# At a time, one after the other: the host's share hides behind the device's. That of a long step
-# hides in the step, so only as many are timed as take so long together.
+# Steps launched back to back, so that the host's time hides behind the device's. Fewer of them are
+# timed if they take longer than LONG_SECONDS together.
 NUM_STEPS = 4
 LONG_SECONDS = 0.02
 NUM_TIMES = 4
@@ -29,9 +28,9 @@ def measure_step_cost(
 ) -> StepCost:
     """Time decode and prefill steps of the padding slot on the current CUDA stream.
 
-    most_tokens: that a step may have. full_read_tokens: the model's. With experts the bare step is
-    one that reads them all, as one beside many decodes does, and more tokens share its reading.
-    agree: the least of all ranks' numbers, which run the same steps.
+    most_tokens: the most tokens of a step. full_read_tokens: the model's. With experts the minimal
+    step is one that reads all experts, as a step with many decodes does.
+    agree: the minimum of a number over all ranks, which must run the same steps.
     """
     stream = torch.cuda.current_stream()
     bare_tokens = min(full_read_tokens, most_tokens)
@@ -49,11 +48,11 @@ def measure_step_cost(
 
 
 def cost_of(bare: Sequence[float], prefills: Mapping[int, Sequence[float]]) -> StepCost:
-    """The cost, from timings of a bare step and of prefills by tokens, two or more of each, in s.
+    """The cost by at least two timings, in seconds, of a minimal step and of prefills by tokens.
 
-    Of each step the second quickest counts: delays only add, and the one that is quicker need not
-    be believed. A step of fewer tokens takes no longer than one of more, and no more for each of
-    its tokens than one of fewer.
+    The second quickest timing of each step counts: delays only add time, and a single quicker one
+    may be wrong. Longer prefills bound the time of the minimal step from above, and the best time
+    per token of any prefill counts.
     """
     steps = {num_tokens: sorted(times)[1] for num_tokens, times in prefills.items()}
     return StepCost(
@@ -65,14 +64,14 @@ def cost_of(bare: Sequence[float], prefills: Mapping[int, Sequence[float]]) -> S
 def _timings(
     step: Callable[[], object], stream: torch.cuda.Stream, agree: Callable[[int], int]
 ) -> list[float]:
-    """Seconds that a step took, NUM_TIMES over."""
-    first = _timed(step, 1, stream)  # it may load kernels, too
+    """Seconds per step, measured NUM_TIMES."""
+    first = _timed(step, 1, stream)  # may include the loading of kernels
     num_steps = agree(min(NUM_STEPS, 1 + int(LONG_SECONDS / first)))
     return [_timed(step, num_steps, stream) for _ in range(NUM_TIMES)]
 
 
 def _timed(step: Callable[[], object], num_steps: int, stream: torch.cuda.Stream) -> float:
-    """Seconds of one of so many steps."""
+    """Seconds per step of `num_steps` steps."""
     stream.synchronize()
     start = time.perf_counter()
     for _ in range(num_steps):
@@ -82,7 +81,7 @@ def _timed(step: Callable[[], object], num_steps: int, stream: torch.cuda.Stream
 
 
 def _bare_step(runner: ModelRunner, device: torch.device) -> Callable[[], object]:
-    """The smallest decode step: a graph's replay where there is one."""
+    """The smallest decode step, as a graph's replay if there is one."""
     if runner.in_parts:
         return partial(runner.run_padding, 1)
     graphs = runner.graphs

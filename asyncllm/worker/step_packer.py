@@ -1,8 +1,8 @@
-"""From a `StepPlan` to a `PackedStep`: everything that the device must be told, on the host.
+"""Packs a `StepPlan` into a `PackedStep`, on the host.
 
-A step of the same decodes as the one before, with no new page, builds nothing. Changes of slots are
-for a `WriteSlots`; of the extras some are for `DeviceState.apply`, sampler and logprobs read the
-rest.
+A step with the same decodes as the last one, and no new pages, builds no arrays. `WriteSlots`
+applies slot changes. `DeviceState.apply` takes some of the extras; sampling and logprobs read the
+others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asyncllm.worker.packed_step import (
     Feature,
     LogitEdits,
     PackedStep,
-    PromptLogprobs,
+    PromptLogprobsRow,
 )
 from asyncllm.worker.slot_changes import pack_changes
 from asyncllm.worker.slot_sampling import SlotSampling, int32
@@ -31,16 +31,16 @@ class StepPacker:
         self._num_slots = num_slots
         self._block_size = block_size
         self._sampling = SlotSampling(num_slots)
-        self._decode_slots, self._decode_features = NO_ROWS, NO_FEATURE  # of the last step
+        self._decode_slots, self._decode_features = NO_ROWS, NO_FEATURE  # of the last decode step
 
     def pack(self, plan: StepPlan) -> PackedStep:
-        extras = NO_EXTRAS  # as of most steps
+        extras = NO_EXTRAS
         if plan.slot_inits:
             extras = self._sampling.init(plan.slot_inits)
         sampled_slots = plan.decodes.slots
         tokens = samples = NO_ROWS
         prefills, num_top = NO_PROMPTS, None
-        prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+        prompt_logprobs: tuple[PromptLogprobsRow, ...] = ()
         if plan.prefills:
             tokens, samples, prefills = self._tokens(plan)
             sampled_slots = samples[1]
@@ -76,25 +76,25 @@ class StepPacker:
         )
 
     def pack_edits(self, step: PackedStep) -> LogitEdits[np.ndarray] | None:
-        """The edits of a step that `needs_host`, once all tokens before its own are known."""
+        """The edits of a step that `needs_host`, when all tokens before it are known."""
         if not step.features & Feature.EDIT:
             return None
         return self._sampling.logit_edits(step.sampled_slots)
 
     def _features_of_decodes(self, slots: np.ndarray) -> int:
-        """Known already where the same sequences decode: their array of slots is the same too."""
+        """Cached while the same sequences decode, as their array of slots is the same object."""
         if slots is not self._decode_slots:
             self._decode_slots, self._decode_features = slots, self._sampling.features(slots)
         return self._decode_features
 
     def _tokens(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray, PrefillRows]:
-        """`tokens`, `samples` and `prefills` of a `PackedStep`. Lists first, then few arrays: to a
-        hundred tokens a call of numpy costs more than its work."""
+        """`tokens`, `samples` and `prefills` of a `PackedStep`. Lists come first, then few arrays:
+        up to a hundred tokens a numpy call costs more than its work."""
         num_decodes = len(plan.decodes.slots)
         token_ids: list[int] = []
         pages: list[list[int]] = [[] for _ in plan.prefills[0].block_ids]
-        # Ends of tokens and pages; kv_len, tokens; what their positions are behind their places in
-        # the step, their slot, their row's first page. Before all rows: beginnings.
+        # Columns per row: end of its tokens and of its pages; kv_len; number of tokens; position
+        # minus token index; slot; first page. The first entry has the starts.
         of_rows = [(0,) * 7]
         samples: list[tuple[int, int, int]] = []
         for row in plan.prefills:
@@ -137,7 +137,7 @@ class StepPacker:
 
 
 def _samples(decodes: DecodeBatch, of_prefills: list[tuple[int, int, int]]) -> np.ndarray:
-    """int32 [3, R], as `PackedStep` has them."""
+    """`PackedStep.samples`, int32 [3, R]."""
     last = np.array(of_prefills, np.int32).reshape(-1, 3).T
     num_decodes = len(decodes.slots)
     if not num_decodes:
@@ -151,8 +151,8 @@ def _samples(decodes: DecodeBatch, of_prefills: list[tuple[int, int, int]]) -> n
 
 
 def _logprobs(plan: StepPlan) -> tuple[int, np.ndarray | None]:
-    """How many of the most likely tokens are looked up for all rows; and int32 [rows, ids], the
-    tokens that each row named, filled up with 0, if one did."""
+    """The number of most likely tokens to look up for all rows; and `logprob_token_ids` of each
+    row, int32 [rows, ids], padded with 0, if any row has some."""
     wanted: list[SamplingParams] = [seq.request.sampling_params for seq in plan.sampled]
     num_top = max(0 if params.logprob_token_ids else params.logprobs or 0 for params in wanted)
     width = max(len(params.logprob_token_ids or ()) for params in wanted)
@@ -165,9 +165,9 @@ def _logprobs(plan: StepPlan) -> tuple[int, np.ndarray | None]:
     return num_top, ids
 
 
-def _prompt_logprobs(plan: StepPlan) -> tuple[tuple[PromptLogprobs, ...], np.ndarray | None]:
-    """The rows that want them, and all their targets."""
-    wanted: list[PromptLogprobs] = []
+def _prompt_logprobs(plan: StepPlan) -> tuple[tuple[PromptLogprobsRow, ...], np.ndarray | None]:
+    """Rows with prompt logprobs, and all their targets."""
+    wanted: list[PromptLogprobsRow] = []
     targets: list[int] = []
     first = len(plan.decodes)
     for row in plan.prefills:
@@ -176,7 +176,7 @@ def _prompt_logprobs(plan: StepPlan) -> tuple[tuple[PromptLogprobs, ...], np.nda
             prompt = row.seq.request.prompt_token_ids
             of_row = prompt[row.start + 1 : row.start + 1 + len(row.token_ids)]
             if of_row:
-                wanted.append(PromptLogprobs(row.seq.seq_id, first, len(of_row), num_top))
+                wanted.append(PromptLogprobsRow(row.seq.seq_id, first, len(of_row), num_top))
                 targets += of_row
         first += len(row.token_ids)
     return tuple(wanted), int32(targets) if targets else None

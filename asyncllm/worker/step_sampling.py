@@ -1,7 +1,7 @@
-"""From a step's logits to tokens and log-probabilities, and their copy to the host.
+"""Samples a step's tokens from its logits, computes log-probabilities, and copies both to the host.
 
-Rows that ask for nothing special are sampled plainly, if the forward pass has not done so in its
-graph; else all rows of the step are sampled in full, and what a graph sampled is overwritten.
+If no row needs more, rows are sampled plainly, unless the graph of the forward pass has done so.
+Otherwise all rows of the step are sampled in full, which overwrites what a graph has sampled.
 """
 
 from __future__ import annotations
@@ -29,31 +29,30 @@ from asyncllm.worker.packed_step import (
     Feature,
     LogitEdits,
     PackedStep,
-    PromptLogprobs,
+    PromptLogprobsRow,
 )
 from asyncllm.worker.sampler import LogprobTensors, SampleSlots, gather_logprobs, sample_fully
 from asyncllm.worker.staging import ResultBuffers, Staging
 from asyncllm.worker.token_masks import TokenMaskBuffer
 
 HostEdits = LogitEdits[np.ndarray]
-PROMPT_LOGPROB_ROWS = 128  # rows of logits at once, for prompt logprobs
+PROMPT_LOGPROB_ROWS = 128  # rows of logits at a time, for prompt logprobs
 
 
 class Forwarded(NamedTuple):
-    """The outputs of the forward pass that sampling reads, on the device. More rows than the step's
-    are padding, behind them."""
+    """The outputs of a forward pass, on the device. Rows after the step's are padding."""
 
-    logits: torch.Tensor  # [rows, V], raw
+    logits: torch.Tensor  # [rows, V]
     slots: torch.Tensor  # int32 [rows]
-    positions: torch.Tensor | None  # int32 [rows], of the new tokens; None: as the slots say
-    tokens: torch.Tensor | None  # int32 [rows], sampled plainly already, the slots advanced
+    positions: torch.Tensor | None  # int32 [rows], of the new tokens; None: those of the slots
+    tokens: torch.Tensor | None  # int32 [rows], sampled plainly already; the slots are updated
     extras: DeviceExtras
-    prompt_logprobs: SequenceOf[LogprobTensors]  # the pieces of all rows that want them, in order
-    # Tokens of all rows, by masks that were uploaded for all; None where that is not captured.
+    prompt_logprobs: SequenceOf[LogprobTensors]  # pieces of all rows with prompt logprobs, in order
+    # Samples all rows with uploaded masks; None: not captured.
     resample: Recorded | None = None
 
     def first(self, num_rows: int) -> Forwarded:
-        """The step's rows alone."""
+        """The step's rows, without padding."""
         return self._replace(
             logits=self.logits[:num_rows],
             slots=self.slots[:num_rows],
@@ -64,7 +63,7 @@ class Forwarded(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepSampling:
-    """On the current stream, without waiting for it."""
+    """Works on the current stream, without waiting for it."""
 
     state: DeviceState
     sample_slots: SampleSlots
@@ -82,8 +81,11 @@ class StepSampling:
         edits: HostEdits | None = None,
         masked_rows: np.ndarray = NO_ROWS,
     ) -> Collect:
-        """forwarded: None for swaps alone. edits, masked_rows: those of a step that `needs_host`,
-        which come when its forward pass is launched; the masks are in their buffer."""
+        """Enqueue sampling and copies. Returns the function that reads the result.
+
+        forwarded: None if the step only moves pages. edits, masked_rows: of a step that
+        `needs_host`; its masks are in their buffer.
+        """
         if forwarded is None:
             return lambda: StepResult([])
         tokens, is_masked = forwarded.tokens, len(masked_rows) > 0
@@ -91,7 +93,7 @@ class StepSampling:
         if is_masked and forwarded.resample is not None and step.features == Feature.MASK:
             self.masks.upload(masked_rows, len(forwarded.logits))
             (tokens,) = forwarded.resample.replay()
-        # Of most steps nothing is wanted but tokens that are sampled already.
+        # In most steps the graph has sampled all tokens already.
         elif tokens is None or step.features or is_masked:
             forwarded = forwarded.first(len(step.sampled_slots))
             tokens = self._sample(step, plan, forwarded, edits, masked_rows, failures)
@@ -100,8 +102,8 @@ class StepSampling:
         return self._fetch(step, plan, forwarded, tokens, failures)
 
     def follow(self, step: PackedStep, forwarded: Forwarded | None, is_masked: bool) -> Collect:
-        """As `run`, on a rank that gets the tokens: its slots move on to them. is_masked: whether a
-        step that `needs_host` was sampled by masks."""
+        """As `run`, on a rank that takes the tokens from rank 0. is_masked: whether rank 0 sampled
+        with masks."""
         if forwarded is None:
             return lambda: StepResult([])
         if is_masked and forwarded.resample is not None and step.features == Feature.MASK:
@@ -120,7 +122,7 @@ class StepSampling:
         masked_rows: np.ndarray,
         failures: dict[int, Exception],
     ) -> torch.Tensor:
-        """Tokens int32 [rows]; `failures` gets what processors raise, by row."""
+        """Sampled tokens, int32 [rows]. Adds errors of logits processors, by row, to `failures`."""
         rows, row_masks = (forwarded.logits, forwarded.slots, forwarded.positions), None
         if len(masked_rows):
             row_masks = self.masks.upload(masked_rows, len(forwarded.logits))
@@ -146,9 +148,10 @@ class StepSampling:
         tokens: torch.Tensor,
         failures: dict[int, Exception],
     ) -> Collect:
-        """Enqueue the copies to pinned memory; what is returned reads them, after the step's end.
+        """Enqueue copies to pinned memory. Returns the function that reads them after the step's
+        end.
 
-        tokens: int32 [rows or more]. failures: of logits processors, by row.
+        tokens: int32 [rows or more]. failures: errors of logits processors, by row.
         """
         token_ids = self.results.fetch(tokens, len(step.sampled_slots))
         logprobs = None
@@ -172,13 +175,13 @@ class StepSampling:
 
 
 def prompt_logprobs(
-    wanted: SequenceOf[PromptLogprobs],
+    wanted: SequenceOf[PromptLogprobsRow],
     extras: DeviceExtras,
     logits_of: Callable[[int, int], torch.Tensor],
 ) -> list[LogprobTensors]:
-    """In pieces: logits of a whole prompt would not fit beside the KV cache.
+    """Prompt logprobs, in pieces, as the logits of a whole prompt would need too much memory.
 
-    logits_of: (first token of the step, number of tokens) -> [tokens, V].
+    logits_of: (index of the first token, number of tokens) -> logits [tokens, V].
     """
     pieces: list[LogprobTensors] = []
     if not wanted:
@@ -214,7 +217,8 @@ def _token_logprobs(tensors: LogprobTensors) -> list[TokenLogprobs]:
 def _sample_logprobs(
     wanted: SequenceOf[SamplingParams], tensors: LogprobTensors
 ) -> list[TokenLogprobs | None]:
-    """Per sampled row what its request asked for: the top few, or the tokens that it named."""
+    """Each row's logprobs: of the most likely tokens, or of `logprob_token_ids`. None if the row's
+    request did not ask."""
     entries = _token_logprobs(tensors)
     named = None if tensors.named_logprobs is None else tensors.named_logprobs.tolist()
     result: list[TokenLogprobs | None] = []
@@ -225,7 +229,7 @@ def _sample_logprobs(
             continue
         others: tuple[SequenceOf[int], SequenceOf[float]] = entry.top_ids, entry.top_logprobs
         if params.logprob_token_ids:
-            assert named is not None, "a row named tokens, and none were looked up"
+            assert named is not None, "the logprobs of logprob_token_ids were not computed"
             others = params.logprob_token_ids, named[row]
         ids, logprobs = others
         result.append(
@@ -235,8 +239,8 @@ def _sample_logprobs(
 
 
 def _split_prompt_logprobs(
-    rows: SequenceOf[PromptLogprobs], pieces: list[LogprobTensors]
+    rows: SequenceOf[PromptLogprobsRow], pieces: list[LogprobTensors]
 ) -> dict[int, list[TokenLogprobs]]:
-    """seq_id -> entries, from the pieces of all rows in order."""
+    """Prompt logprobs by seq_id, from the pieces of all rows in order."""
     entries = iter([entry for piece in pieces for entry in _token_logprobs(piece)])
     return {row.seq_id: [next(entries) for _ in range(row.num_targets)] for row in rows}

@@ -1,6 +1,6 @@
-"""How the device's steps were run: from a graph or kernel by kernel, and what padding cost.
+"""Counts how steps ran, from graphs or eagerly, and how much padding they had.
 
-Written where steps are run (on the CPU that is the device's thread), read by anybody at any time.
+Written by the thread that runs steps (on the CPU the device's thread); may be read at any time.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ class WorkCounts:
 
     steps: dict[tuple[str, str], int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     num_tokens: int = 0
-    num_padding: int = 0  # rows or tokens that were computed for nothing
+    num_padding: int = 0  # padding rows or tokens
 
     def ran(self, kind: str, num_tokens: int, graph_tokens: int | None = None) -> None:
-        """A step of `num_tokens`, in a graph of `graph_tokens` where there was one."""
+        """Count a step of `num_tokens`, which ran eagerly or in a graph of `graph_tokens`."""
         self.steps[kind, "eager" if graph_tokens is None else "graph"] += 1
         self.num_tokens += num_tokens
         if graph_tokens is not None:

@@ -1,7 +1,7 @@
-"""One device's share of the engine: the model, its memory, its steps.
+"""A worker: the model on one device, its memory, and its steps.
 
-It chooses the device's implementations, so that nothing above asks which device it is, and reports
-to the engine what follows: how many pages there are, how long a context may be, what a swap costs.
+It chooses the implementations for the device, so that the engine need not know which device it is,
+and tells the engine the number of pages, the context window and the cost of swapping.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from asyncllm.models.base import CausalLM
 from asyncllm.models.parallel.mesh import ALONE, Mesh
 from asyncllm.models.registry import settle
 from asyncllm.step_plan import StepPlan
-from asyncllm.types import StepCost
+from asyncllm.types import LaunchedStep, StepCost
 from asyncllm.worker import step_captures
 from asyncllm.worker.adapters import AdapterStore
 from asyncllm.worker.device_state import DeviceState
-from asyncllm.worker.executor import LaunchedStep, StreamExecutor
+from asyncllm.worker.executor import StreamExecutor
 from asyncllm.worker.kernel_prewarm import KernelPrewarm, prewarm_slots
 from asyncllm.worker.kernels import (
     SlotKernels,
@@ -59,17 +59,18 @@ from asyncllm.worker.token_masks import TokenMaskBuffer
 
 logger = logging.getLogger("asyncllm")
 
-# Lengths that bring in the kernel variants: one token, few, many. The largest was the profile's.
+# Lengths that need different kernel variants. The profiling run had the largest step.
 WARM_UP_TOKENS = (1, 16, 64, 128, 512, 2048)
 
 
 class Worker:
-    """Ready to run when constructed. Construction blocks: seconds for large models.
+    """Ready to run when constructed. Construction blocks, for seconds with large models.
 
-    `phases` maps each phase of the construction to its seconds. `imported` is called when what
-    devices need has been imported: the rest leaves the GIL to others, most of the time. `connect`:
-    to the ranks that share the model, when they are all there; `group`: of rank 0, the others.
-    Raises `ModelLoadError`, or `ValueError` naming the flag that cannot be met.
+    phases: the seconds of each phase of the construction.
+    imported: called when all imports are done; after that the GIL is mostly free.
+    connect: connects to the ranks that share the model, and waits until all are there.
+    group: on rank 0, the other ranks.
+    Raises `ModelLoadError`, or `ValueError` naming the flag that cannot be satisfied.
     """
 
     @torch.inference_mode()
@@ -129,7 +130,7 @@ class Worker:
             state = DeviceState(num_slots, table_pages, vocab_size, self.device, layout.num_groups)
             self.token_masks = TokenMaskBuffer(num_slots, vocab_size, self.device)
         self._executor = make_executor(self.device, config.mesh.rank)
-        self.adapters = None  # where no adapters are served
+        self.adapters = None
         if lora is not None:
             self.adapters = AdapterStore(lora, config.max_cpu_loras, self._executor, group)
         self.processors = LogitsProcessors(config.logits_processors, config, self.device)
@@ -153,10 +154,12 @@ class Worker:
         self.work = self.runner.work
         with self._phase("warm_up"), self._executor.between_steps():
             self._warm_up(state, kernels, early)
-        self._captures = StepCaptures(config, self.runner, ops.before_capture, progress=progress)
+        self._captures = StepCaptures(
+            config, self.runner, ops.before_capture, self._mesh.least, progress=progress
+        )
         if attention.supports_graphs and not config.enforce_eager and self._can_capture(model):
             self._capture(model, cache, loading)
-        self.step_cost: StepCost | None = None  # of a CPU, where a chunk is as fast as its tokens
+        self.step_cost: StepCost | None = None  # None on a CPU, where chunks do not matter
         if self.device.type == "cuda":
             with self._phase("step_cost"), self._executor.between_steps():
                 full_read = model.full_read_tokens
@@ -179,18 +182,18 @@ class Worker:
 
     @property
     def decode_kernels(self) -> dict[str, list[int]]:
-        """Implementation of decode steps -> the sizes captured so; empty where they are eager."""
+        """Implementation of decode steps -> sizes captured with it; empty if they are eager."""
         return self.runner.graphs.implementations if self.runner.graphs is not None else {}
 
     @property
     def prefill_graph_sizes(self) -> tuple[int, ...]:
-        """Tokens of the steps with prefills that are captured, or will be; ascending."""
+        """Token counts of mixed steps that are captured, or will be; ascending."""
         is_captured = self.runner.mixed.graphs is not None
         return self._config.prefill_graph_sizes if is_captured else ()
 
     @property
     def runs_on_host(self) -> bool:
-        """Its steps are a thread of this process, and need the GIL."""
+        """Whether its steps run in a thread of this process, and need the GIL."""
         return self.device.type == "cpu"
 
     @property
@@ -199,45 +202,47 @@ class Worker:
 
     @torch.inference_mode()
     def command(self, command: WorkerCommand) -> None:
-        """Do it after all that was launched before; on all ranks, where it is about pages."""
+        """Execute a command after all steps launched so far, on all ranks."""
         match command:
             case ClearPages(page_ids):
                 if self.group is not None:
                     self.group.send(Kind.CLEAR_PAGES, page_ids)
                 self.runner.clear_pages(page_ids)
             case CaptureGraph():
+                if self.group is not None:
+                    self.group.send(Kind.CAPTURE_GRAPH)
                 with self._executor.between_steps():
                     self._captures.capture_one()
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """All of it, or (`HostStep`) its forward pass where it `needs_host`."""
+        """Launch a step: all of it, or its forward pass (`HostStep`) if it `needs_host`."""
         return self.runner.launch(plan)
 
     def drain(self) -> None:
-        """Block until all launched steps are done, those too that were only begun; raises what a
-        lost device raises."""
+        """Block until all steps are done, including ones whose sampling is not launched. Raises
+        what a lost device raises."""
         self.runner.end_begun()
         self._executor.drain()
         if self.group is not None:
             self.group.check()
 
     def close(self) -> None:
-        """Drain, end the threads and the other ranks, and give all device memory back."""
+        """Drain, end threads and other ranks, and free all device memory."""
         try:
-            self._executor.close()  # watched by the group: a lost rank ends its waiting
+            self._executor.close()  # cannot hang on a lost rank, as the group watches it
         finally:
+            self._captures.clear()  # calls of the mesh among them: before it is closed
             if self.group is not None:
                 self.group.close()
-            self._captures.clear()
             del self.runner, self._captures
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    # --- the parts, in the order of their making ---------------------------------------------
+    # --- phases of the construction ----------------------------------------------------------
 
     def _warm_up(self, state: DeviceState, kernels: SlotKernels, early: KernelPrewarm) -> None:
-        """On the current stream, and in the threads of what else is to be compiled. What they have
-        begun is awaited: this thread would compile it a second time, and one after the other."""
+        """Run padding steps on the current stream, while threads compile other kernels. Kernels
+        that threads have begun are awaited first, instead of compiling them twice."""
         early.settle()
         if isinstance(self._executor, StreamExecutor) and self._config.mesh.size == 1:
             slots = torch.zeros(1, dtype=torch.int32, device=self.device)  # the padding slot
@@ -248,7 +253,7 @@ class Worker:
         prewarm_slots(state, kernels, self.token_masks, self._config.block_size, self._dtype)
 
     def _can_capture(self, model: CausalLM) -> bool:
-        """transformers' own code may wait for the device: its steps are then eager."""
+        """Whether graphs can capture the model. transformers' code may wait for the device."""
         if self._config.model.implementation == "asyncllm":
             return True
         with self._executor.between_steps():
@@ -262,7 +267,7 @@ class Worker:
     def _capture(
         self, model: CausalLM, cache: KVCache, loading: Callable[[], Launch | None]
     ) -> None:
-        """loading: waits for the persistent kernel's compiler."""
+        """loading: waits for the compilation of the persistent kernel."""
         with self._phase("prefill_graphs"), self._executor.between_steps():
             self._captures.prefills()
         with self._phase("decode_kernel"):

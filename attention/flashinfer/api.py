@@ -1,9 +1,9 @@
-"""FlashInfer's names, public and private: the one file that imports it, for one tested version.
+"""The only file that imports FlashInfer: its public and private names, for one tested version.
 
-The public ones are required: where they cannot be imported, importing this raises an `ImportError`
-that says why, and `auto` takes the next backend. The private one saves time on the host and is
-called with the arguments of `TESTED_VERSION`: with any other, or where it is gone, it is None and
-the public calls do the work. The compiler's (`jit`) are used with any version that has them.
+The public names are required. If they cannot be imported, this module raises an `ImportError` that
+says why, and `auto` uses the next backend. The private function saves time on the host; it is
+called with the arguments of `TESTED_VERSION`. With another version, or if it is missing, it is None
+and public calls are used. The compiler (`jit`) is used with any version that has it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ TESTED_VERSION = "0.6.12"
 try:
     import flashinfer
     from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
-except Exception as error:  # its dependencies raise what they like
+except Exception as error:  # its dependencies may raise anything
     raise ImportError(f"FlashInfer cannot be imported: {error!r}") from error
 
 
 class Jit(NamedTuple):
-    """FlashInfer's compiler: what makes modules, lists them, and knows where they are."""
+    """FlashInfer's compiler, its registry of modules, and its folders."""
 
     registry: Any
     env: ModuleType
@@ -60,8 +60,8 @@ def _find_jit() -> Jit | None:
 
 
 def _announce_compilation(spec: Any) -> None:
-    """Log a line before a module is compiled: FlashInfer does it silently, and for minutes."""
-    compile_module, _ = spec.build, spec.is_compiled  # raises here where one is gone
+    """Log a line before a module is compiled, which FlashInfer does silently, for minutes."""
+    compile_module, _ = spec.build, spec.is_compiled  # raises here if one is missing
 
     @wraps(compile_module)
     def build(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -72,7 +72,7 @@ def _announce_compilation(spec: Any) -> None:
     spec.build = build
 
 
-# Gives the compiled module that the public calls look up and check each time.
+# Returns the compiled module, which public calls look up and check each time.
 get_batch_prefill_module = _find_prefill_module()
 jit = _find_jit()
 

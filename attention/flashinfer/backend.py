@@ -1,9 +1,10 @@
-"""Attention by FlashInfer (FA3 on Hopper or FA2, for prefills) and by our own kernels (decodes).
+"""The default backend on CUDA: prefills by FlashInfer (FA3 on Hopper, else FA2), decodes by our
+kernels.
 
-decode   per kind of layer: balanced_decode where it can be, with all from the projection on in
-         one kernel, else rope_kv_write and paged_decode. They read block tables and positions on
-         the device and need no plan, so a captured graph replays as it is.
-prefill  planned on the host per step and kind (prefill.py), by plans in rotation.
+decode   by kind of layer: balanced_decode if it supports the layer, one kernel for all that follows
+         the projection; else rope_kv_write and paged_decode. They read block tables and positions
+         on the device and need no plan, so a captured graph serves all steps.
+prefill  planned on the host for each step and kind of layer (prefill.py), by rotating plans.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from asyncllm.kernels.rope_kv_write.kernel import rotate_and_write
 
 WORKSPACE_BYTES = 128 << 20
 PREFILL_HEAD_DIMS = (64, 128, 256)
-NUM_PLANS = 2  # steps that may be between plan and completion: one running, one launched ahead
+NUM_PLANS = 2  # one of the running step, one of the step launched ahead
 
 
 class FlashInferAttention(AttentionBackend):
     def __init__(
         self, cache: KVCache, layers: list[AttentionLayer], dtype: torch.dtype | None = None
     ) -> None:
-        """dtype: of queries and outputs; None: as the pages'."""
+        """dtype: of queries and outputs; None: that of the pages."""
         dtype = dtype or cache.layers[0].dtype
         for layer in layers:
             _check_supported(layer, dtype)
@@ -54,14 +55,14 @@ class FlashInferAttention(AttentionBackend):
         device = cache.layers[0].device
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._num_sms = num_sms(device)
-        # By kind; each waits for the compiler, once.
+        # By kind; each waits for the compiler at its first call.
         self._balanced = [self._begin_balanced(layer) for layer in self._kinds.layers]
         plans = [PrefillPlan(self._kinds, cache, self._workspace, dtype) for _ in range(NUM_PLANS)]
         self._plans = RotatingBuffers(plans, device)
 
     def decode(self, rows: DecodeRows) -> Attend:
         decode_rotated = super().decode
-        rotated = cached(lambda: decode_rotated(rows))  # once for all that need it
+        rotated = cached(lambda: decode_rotated(rows))  # shared by the layers that need it
 
         def bind(kind: int, group: int) -> Attend | AttendProjected:
             balanced = self._balanced_for(kind, rows.positions)
@@ -112,7 +113,7 @@ class FlashInferAttention(AttentionBackend):
         return plan.bind(q, out)
 
     def step_attention(self, max_tokens: int) -> FlashInferSteps | None:
-        """For layers of one kind and cache group, which FA3 and balanced_decode do."""
+        """Supported if all layers are of one kind and group, for FA3 and balanced_decode."""
         layer, device = self._kinds.layers[0], self._workspace.device
         capability, is_fp8 = torch.cuda.get_device_capability(device), self._cache.is_fp8
         is_fa3 = prefill_backend(capability, layer, is_fp8) == "fa3"
@@ -127,7 +128,8 @@ class FlashInferAttention(AttentionBackend):
         )
 
     def _begin_balanced(self, layer: AttentionLayer) -> Callable[[], BalancedDecode | None]:
-        """Waits for the compiler, once; None for a kind of layers that it does not do."""
+        """Start compiling balanced_decode for a kind of layer. The result waits for it, and returns
+        None if the kernel does not support the layer."""
         pages, num_sms = self._cache.layers, self._num_sms
         dtype, device = pages[0].dtype, pages[0].device
         definitions = balanced_decode.definitions([layer], dtype, self._cache.block_size)
@@ -151,7 +153,7 @@ class FlashInferAttention(AttentionBackend):
         positions: torch.Tensor,
         out: torch.Tensor,
     ) -> AttendRows:
-        """Attention of rotated heads, whose keys and values are written."""
+        """Attention of rotated queries; keys and values are written already."""
         if (balanced := self._balanced_for(kind, positions)) is not None:
             return balanced.bind(q, block_tables, positions, out)
         pages, num_sms, cache = self._cache.layers, self._num_sms, self._cache
@@ -176,7 +178,7 @@ class FlashInferAttention(AttentionBackend):
 
 
 def _check_supported(layer: AttentionLayer, dtype: torch.dtype) -> None:
-    """Raise for what no prefill kernel can do; decodes have one for everything else."""
+    """Raise `ValueError` for layers without a prefill kernel. Decode kernels support all others."""
     half = dtype in (torch.bfloat16, torch.float16)
     if not half or layer.head_dim not in PREFILL_HEAD_DIMS:
         raise ValueError(

@@ -1,9 +1,9 @@
-"""The FlashInfer modules that a model needs on a device, compiled ahead where they are missing.
+"""The FlashInfer modules that a model needs on a device, for compiling them ahead.
 
 FlashInfer compiles a module at its first use, for minutes, into a cache keyed by its version and
-the architecture (~/.cache/flashinfer, or FLASHINFER_WORKSPACE_BASE); a package of ready-made ones
-is looked at first. Listed here is what this package calls; `asyncllm kernels build` says what a
-start loaded besides. Nothing is listed where api.py has not found FlashInfer's compiler (`jit`).
+the architecture (~/.cache/flashinfer, or FLASHINFER_WORKSPACE_BASE), unless a package of prebuilt
+modules has it. This lists the modules that asyncllm calls; `asyncllm kernels build` reports others
+that a start has loaded. Without FlashInfer's compiler (`jit` in api.py) the list is empty.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from asyncllm.attention.flashinfer.api import jit
 from asyncllm.attention.flashinfer.prefill import position_mode, prefill_backend
 from asyncllm.attention.layer_kinds import LayerKinds
 
-PARALLEL_BUILDS = 4  # each runs its own compilers side by side
+PARALLEL_BUILDS = 4  # each runs several compiler processes
 
 
 class Buildable(Protocol):
-    """A library that can be compiled ahead: FlashInfer's or our own."""
+    """A library that can be compiled ahead, FlashInfer's or our own."""
 
     @property
     def name(self) -> str: ...
@@ -34,7 +34,7 @@ class Buildable(Protocol):
 
 
 class Module:
-    """One compiled library of FlashInfer."""
+    """A compiled library of FlashInfer."""
 
     def __init__(self, spec: Any) -> None:
         self._spec = spec
@@ -45,7 +45,7 @@ class Module:
         return bool(self._spec.is_compiled)
 
     def build(self) -> Module:
-        """Compile it. Raises `RuntimeError` with the compiler's words."""
+        """Compile it. Raises `RuntimeError` with the compiler's output."""
         self._spec.build(verbose=False)
         return self
 
@@ -56,12 +56,12 @@ def modules_for(
     capability: tuple[int, int],
     kv_dtype: torch.dtype | None = None,
 ) -> list[Module]:
-    """Every module for a model with these layers, and pages of kv_dtype, the model's if None;
-    asking builds and loads none."""
+    """All modules for a model with these layers; builds and loads none. kv_dtype: the pages'; None:
+    that of the model."""
     kv_dtype = kv_dtype or dtype
     if jit is None:
         return []
-    specs: dict[str, Any] = {}  # by name, with and without a window: which one matters to no module
+    specs: dict[str, Any] = {}  # by name, as layers that differ in other ways share a module
     for layer in LayerKinds([each for each in layers if each.latent_dim is None]).layers:
         dim, has_window = layer.head_dim, layer.window is not None
         spec = jit.gen_batch_prefill_module(
@@ -74,14 +74,14 @@ def modules_for(
 
 
 def build_all(modules: Sequence[Buildable]) -> Iterator[Buildable]:
-    """Compile, several at a time; yields each when it is there."""
+    """Compile several modules at a time; yields each when it is done."""
     with ThreadPoolExecutor(PARALLEL_BUILDS, "asyncllm-build") as threads:
         for future in as_completed([threads.submit(module.build) for module in modules]):
             yield future.result()
 
 
 def used_modules() -> set[str]:
-    """Names of all modules that this process has asked for."""
+    """Names of all modules that this process has requested."""
     return set() if jit is None else set(jit.registry.get_all_specs())
 
 

@@ -1,12 +1,12 @@
-"""Prefill attention of one step by FlashInfer's paged kernels, FA3 on Hopper, FA2 elsewhere.
+"""Prefill attention of a step by FlashInfer's paged kernels, FA3 on Hopper, FA2 elsewhere.
 
-`prepare` plans on the host, `bind` gives what to call per layer. The planner fills a pinned buffer
-that the device reads later, and `prepare` another, so a step launched ahead must not use the same
+`prepare` plans on the host, `bind` returns the call for each layer. The planner and `prepare` fill
+pinned buffers that the device reads later, so a step launched ahead must not use the same
 `PrefillPlan`: there are two, in rotation (rotating_buffers.py).
 
 FlashInfer's wrapper spends most of its time in Python: 145 to 290 us per plan and 17 us per run,
-where the kernels' module takes 15 and 10. So the module is called with the arguments that the
-wrapper would pass, where api.py finds it as it was tested; else the wrapper is.
+instead of 15 and 10 for the compiled module. So the module is called directly, with the arguments
+that the wrapper would pass, if it has the tested version (api.py); else the wrapper is used.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from asyncllm.attention.base import AttendRows, AttentionLayer, PrefillRows
 from asyncllm.attention.flashinfer import api
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.layer_kinds import LayerKinds
-from asyncllm.attention.uploaded_rows import Rows, RowsUpload
+from asyncllm.attention.uploaded_rows import RowsUpload, RowTensors
 
-WORKSPACE_BYTES = 8 << 20  # for a plan, as the wrapper has it
+WORKSPACE_BYTES = 8 << 20  # for a plan, as in the wrapper
 MASK_CAUSAL = 1  # flashinfer.utils.MaskMode
 LAYOUT_NHD = 0  # flashinfer.utils.TensorLayout
 LN_2 = math.log(2)
 
 
-# (layer, its keys and values, [pages, block_size, kv_heads, head_dim] each)
-Call = Callable[[AttentionLayer, torch.Tensor, torch.Tensor], Any]
+# (layer, its keys, its values), [pages, block_size, kv_heads, head_dim] each
+AttendPages = Callable[[AttentionLayer, torch.Tensor, torch.Tensor], Any]
 
 
 class PrefillPlan:
-    """One step's rows, planned for each kind of layers."""
+    """A step's rows, planned for each kind of layer."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class PrefillPlan:
         workspace: torch.Tensor,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`workspace` may be shared with what else runs on the stream. dtype: of queries; None: as
-        the pages'."""
+        """workspace: may be shared with other work on the stream. dtype: of queries; None: that of
+        the pages."""
         self._cache = cache
         kernel = PublicWrapper if api.get_batch_prefill_module is None else PrefillModule
         self._kinds = kinds
@@ -60,7 +60,7 @@ class PrefillPlan:
             kernel.plan(host, device)
 
     def bind(self, q: torch.Tensor, out: torch.Tensor) -> AttendRows:
-        """Attention of the planned rows; q, out [their tokens, num_heads, head_dim]."""
+        """Attention of the planned rows. q, out: [their tokens, num_heads, head_dim]."""
         calls, number_of = [kernel.bind(q, out) for kernel in self._kernels], self._kinds.number_of
         keys_values = self._cache.keys_values
 
@@ -71,7 +71,7 @@ class PrefillPlan:
 
 
 class PrefillModule:
-    """FlashInfer's compiled module, called as its wrapper does, without what that checks."""
+    """Calls FlashInfer's compiled module as its wrapper does, without the wrapper's checks."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class PrefillModule:
         dtype: torch.dtype,
         lists: torch.Tensor | None = None,
     ) -> None:
-        """lists: the plan's part of the workspace, uint8; one of its own if None."""
+        """lists: the plan's part of the workspace, uint8; None: allocate one."""
         assert api.get_batch_prefill_module is not None
         self._layer = layer
         self._block_size = cache.block_size
@@ -91,16 +91,16 @@ class PrefillModule:
         self._module = api.get_batch_prefill_module(
             self._backend, dtype, cache.layers[0].dtype, dtype, torch.int32,
             layer.head_dim, layer.head_dim, position_mode(layer), layer.window is not None,
-            layer.soft_cap is not None, False,  # no f16 products
+            layer.soft_cap is not None, False,  # no f16 accumulation
         )  # fmt: skip
         if lists is None:
             lists = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._workspaces = (workspace, lists)
         self._pdl = torch.cuda.get_device_capability(device)[0] >= 9
         self._info: Any = None
-        self._rows: Rows | None = None
+        self._rows: RowTensors | None = None
 
-    def plan(self, host: Rows, device: Rows) -> None:
+    def plan(self, host: RowTensors, device: RowTensors) -> None:
         layer, num_tokens = self._layer, int(host.query_indptr[-1])
         self._rows = device
         self._info = self._module.plan(
@@ -111,18 +111,19 @@ class PrefillModule:
         )  # fmt: skip
 
     def follow(self, places: tuple[int, ...], pages: torch.Tensor) -> None:
-        """Run FA3 by lists that are made elsewhere, at these `places`, without a plan of its own.
+        """Run FA3 with work lists that others fill, at these `places` of the workspace, instead of
+        a plan.
 
-        pages: int32, those of the rows that the lists are of. It reads nothing else of the rows.
+        pages: int32, the pages of the lists' rows. FA3 reads nothing else of the rows.
         """
         assert self._backend == "fa3" and self._num_groups == 1
-        self._info, self._rows = places, Rows(*(pages for _ in fields(Rows)))
+        self._info, self._rows = places, RowTensors(*(pages for _ in fields(RowTensors)))
 
     @cached_property
     def _pinned(self) -> torch.Tensor:
         return torch.empty(len(self._workspaces[1]), dtype=torch.uint8, pin_memory=True)
 
-    def bind(self, q: torch.Tensor, out: torch.Tensor) -> Call:
+    def bind(self, q: torch.Tensor, out: torch.Tensor) -> AttendPages:
         assert self._rows is not None, "bind before plan"
         run, rows = self._module.paged_run, self._rows
         before = (*self._workspaces, self._info, q)
@@ -149,7 +150,7 @@ class PrefillModule:
 
 
 class PublicWrapper:
-    """The same by FlashInfer's public calls."""
+    """Prefill attention by FlashInfer's public calls, with any version."""
 
     def __init__(
         self,
@@ -158,7 +159,7 @@ class PublicWrapper:
         workspace: torch.Tensor,
         dtype: torch.dtype,
     ) -> None:
-        if layer.slopes is not None:  # these calls have only those that they make themselves
+        if layer.slopes is not None:  # these calls compute slopes themselves
             raise ValueError(
                 f"attention_backend flashinfer does slopes (ALiBi) with version "
                 f"{api.TESTED_VERSION} alone: pass torch"
@@ -168,12 +169,12 @@ class PublicWrapper:
         self._cache, self._dtype = cache, dtype
         self._group_of = cache.group_of
         backend = _backend(layer, workspace.device, cache.is_fp8)
-        self._wrappers = [  # by cache group: a plan holds its pages
+        self._wrappers = [  # one per cache group, as a plan includes pages
             api.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
             for _ in range(cache.num_groups)
         ]
 
-    def plan(self, host: Rows, device: Rows) -> None:
+    def plan(self, host: RowTensors, device: RowTensors) -> None:
         layer = self._layer
         all_pages = host.pages.chunk(len(self._wrappers))
         for wrapper, pages in zip(self._wrappers, all_pages, strict=True):
@@ -185,7 +186,7 @@ class PublicWrapper:
                 kv_data_type=self._cache.layers[0].dtype,
             )  # fmt: skip
 
-    def bind(self, q: torch.Tensor, out: torch.Tensor) -> Call:
+    def bind(self, q: torch.Tensor, out: torch.Tensor) -> AttendPages:
         lse = _log_sums(self._layer, q)
 
         def call(layer: AttentionLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -200,16 +201,16 @@ class PublicWrapper:
 
 
 def _log_sums(layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor | None:
-    """float32 [tokens, heads], for the logarithm (base 2) of each softmax's sum, where it is
-    needed."""
+    """A buffer for the base-2 logarithm of each softmax's sum, float32 [tokens, heads]; None
+    without sinks."""
     return None if layer.sinks is None else q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 def _finish(
     layer: AttentionLayer, out: torch.Tensor, lse: torch.Tensor | None, v_scale: float
 ) -> None:
-    """In place, by the values' scale. With sinks: a score without a value adds exp(sink) to the
-    softmax's sum, and so takes a share of 1 - sigmoid(log(sum) - sink) from the others."""
+    """Apply the values' scale and sinks in place. A sink adds exp(sink) to the softmax's sum, which
+    multiplies the output by sigmoid(log(sum) - sink)."""
     if v_scale != 1.0:
         out.mul_(v_scale)
     if lse is not None:
@@ -225,8 +226,8 @@ def position_mode(layer: AttentionLayer) -> int:
 def prefill_backend(
     capability: tuple[int, int], layer: AttentionLayer, is_fp8: bool = False
 ) -> str:
-    """FlashInfer's name of the kernel for such layers, and pages. FA3 has soft caps, too, but a
-    module of it takes ten times as long to compile as one of FA2; of FP8 it wants queries, too."""
+    """FlashInfer's name of the kernel for a layer. FA3 supports soft caps too, but its module takes
+    ten times as long to compile as FA2's; with FP8 pages it needs FP8 queries."""
     is_plain = layer.window is None and layer.soft_cap is None and layer.slopes is None
     is_plain = is_plain and not is_fp8
     return "fa3" if capability[0] == 9 and is_plain else "fa2"
@@ -237,5 +238,5 @@ def _backend(layer: AttentionLayer, device: torch.device, is_fp8: bool) -> str:
 
 
 def _window_left(layer: AttentionLayer) -> int:
-    """As FlashInfer counts: the token itself is not part of the window, -1 is no window."""
+    """FlashInfer's window_left: the token itself is not part of the window; -1: no window."""
     return -1 if layer.window is None else layer.window - 1

@@ -1,10 +1,10 @@
-"""Attention of whole mixed steps in a graph: FA3 for the prefills, our own kernel for the decodes.
+"""Attention of mixed steps in full graphs: FA3 for prefills, balanced_decode for decodes.
 
-FlashInfer's FA3 kernel has one block for each SM, which takes its work from lists in a workspace: a
-launch knows only where these begin. So a captured launch does what the last lists there say, which
-prefill_lists.py makes. The decodes' kernel (balanced_decode.py) goes by positions on the device. It
-is launched on a stream of its own, a moment behind FA3: SMs that have no prompt's tiles left begin
-with the decodes' while others still work.
+FlashInfer's FA3 kernel has one block per SM, which takes its work from lists in a workspace. A
+launch only has the addresses of these lists, so a captured launch does whatever they contain;
+prefill_lists.py fills them. balanced_decode reads positions on the device. It is launched on a
+stream of its own, shortly after FA3: SMs without prefill tiles left start on decodes while others
+still work.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Causal self-attention: the projections around the mixer's `attend`."""
+"""Self-attention: the projections before and after the mixer's `attend`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from asyncllm.models.layers.rotary import HeadOrder
 class AttentionSpec:
     """The differences between families.
 
-    packed: the checkpoint has q, k and v in one tensor. qk_norm: of q and k before the rotation:
-    RMSNorm over each head, or over all heads, or a layer norm over each with weights of its "own".
-    norm_offset: as of `RMSNorm`. order: of the entries of a head, where the rotation does not pair
-    its halves. sinks: a score of each head in the softmax.
+    packed: the checkpoint has q, k and v in one tensor. qk_norm: norms of q and k before RoPE: an
+    RMSNorm over each head, over all heads together, or a layer norm over each head with its "own"
+    weights. norm_offset: as for `RMSNorm`. order: of a head's entries, if RoPE is not NeoX-style.
+    sinks: attention sinks, a score per head.
     """
 
     qkv_bias: bool = False
@@ -48,7 +48,7 @@ class AttentionSpec:
 
 
 class Attention:
-    """Grouped-query attention with one merged projection."""
+    """Grouped-query attention with a merged QKV projection."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Attention:
         self.layer = layer
 
     def add(self, x: Normed, rotation: Rotation, mixer: Mixer, end: AddRMSNorm) -> Normed:
-        """x [T, hidden_size]. Adds its attention to the end's residual, and returns its norm."""
+        """Add the attention of x [T, hidden_size] to the residual of `end`. Returns its norm."""
         qkv = self.qkv_proj(x)
         if self._spec.qk_norm == "all":
             self._normalise(qkv)
@@ -103,10 +103,10 @@ class Attention:
             self._normalise_each(qkv)
         heads = qkv.unflatten(-1, (-1, self.layer.head_dim))  # [T, all heads, head_dim]
         out = Normed(mixer.attend(self.layer, heads, rotation))
-        return self.o_proj.with_epilogue(out, end)
+        return self.o_proj.add(out, end)
 
     def _normalise(self, qkv: torch.Tensor) -> None:
-        """q and k over all their heads, in place."""
+        """Normalise q and k over all their heads, in place."""
         q, k, _ = qkv.split([*self._sizes, self._sizes[1]], dim=1)
         if self._mesh.config.tp > 1:
             self._normalise_shares(q, k)
@@ -115,14 +115,15 @@ class Attention:
             part.copy_(self._ops.rms_norm(part.contiguous(), norm))
 
     def _normalise_each(self, qkv: torch.Tensor) -> None:
-        """Each head of q and k, in place."""
+        """Normalise each head of q and k, in place."""
         q, k, _ = qkv.split([*self._sizes, self._sizes[1]], dim=1)
         for part, norm in zip((q, k), self._norms, strict=True):
             heads = part.unflatten(1, (-1, self.layer.head_dim))
             heads.copy_(rms_norm(heads, norm.weight, norm.eps, norm.centered))
 
     def _normalise_shares(self, q: torch.Tensor, k: torch.Tensor) -> None:
-        """The same where each rank has as many of the heads, some of k perhaps on several ranks."""
+        """Normalise q and k, each over the heads of all ranks. Ranks have equal numbers of heads;
+        several may have the same heads of k."""
         means = [part.float().square().mean(1, keepdim=True) for part in (q, k)]
         all_means = self._mesh.reduce(torch.cat(means, dim=1)).div_(self._mesh.config.tp)
         for part, norm, mean in zip((q, k), self._norms, all_means.split(1, dim=1), strict=True):
@@ -156,7 +157,7 @@ class Attention:
 
 
 def own_heads(layer: AttentionLayer, build: Build) -> tuple[slice, slice]:
-    """The heads of q, and those of k and v, that this rank has."""
+    """This rank's heads of q, and of k and v."""
     mesh = build.mesh.config
     return mesh.share(layer.num_heads, "num_attention_heads"), mesh.kv_share(layer.num_kv_heads)
 

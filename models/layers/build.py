@@ -1,4 +1,4 @@
-"""The settings that all layers of one model share: device, dtype, kernels."""
+"""The settings that all layers of a model share: device, dtype, kernels."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from asyncllm.models.parallel.mesh import ALONE, Mesh
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """`method_for`: a linear layer's name in the checkpoint -> its method. `quantized_experts`: of
-    the experts below a name; None: they are in `dtype`.
-
-    `max_model_len` is the number of positions the model must know, in tokens. `keeps_latents`: the
-    attention takes latents (`AttentionLayer.latent_dim`).
+    """method_for: a linear layer's name in the checkpoint -> its method.
+    quantized_experts: name and shape of experts -> their method, or None if they are in `dtype`.
+    max_model_len: the number of positions, in tokens.
+    keeps_latents: MLA layers keep latents in their pages (`AttentionLayer.latent_dim`).
     """
 
     dtype: torch.dtype
@@ -32,13 +31,13 @@ class Build:
     ops: Ops
     method_for: Callable[[str], LinearMethod]
     max_model_len: int
-    lora: LoRALayers | None = None  # the adapter slots, where adapters are served
+    lora: LoRALayers | None = None  # the adapter slots, if LoRA is enabled
     keeps_latents: bool = False
     mesh: Mesh = ALONE
     quantized_experts: Callable[[str, ExpertsShape], ExpertsMethod | None] | None = None
 
     def experts_method(self, name: str, shape: ExpertsShape) -> ExpertsMethod:
-        """The method of the experts in the checkpoint below `name`. Raises `ModelLoadError`."""
+        """The method of the experts below `name` in the checkpoint. Raises `ModelLoadError`."""
         if self.quantized_experts is not None:
             method = self.quantized_experts(name, shape)
             if method is not None:

@@ -1,10 +1,11 @@
-"""`Ops` by CUDA kernels: ours for one row and for few, else cuBLAS with ours between its GEMMs."""
+"""`Ops` on CUDA: our GEMV for one row, our skinny GEMM for a few rows, cuBLAS for more."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
+from asyncllm.kernels.all_reduce import RowSums
 from asyncllm.kernels.experts import kernel as experts_kernel
 from asyncllm.kernels.gemm.gemm_autotune import AutotunedGemm
 from asyncllm.kernels.gemv.kernel import gemv, gemv_add_norm
@@ -32,7 +33,7 @@ from asyncllm.models.layers.ops import (
 
 
 class CudaOps:
-    """In half precision. `gemm`: of many rows; None: torch's."""
+    """For half precision. gemm: for many rows; None: torch's."""
 
     def __init__(self, device: torch.device, gemm: AutotunedGemm | None = None) -> None:
         self._skinny_gemm = SkinnyGemm(device)
@@ -75,10 +76,16 @@ class CudaOps:
         chosen = route_kernel.route if takes else torch_ops.route
         return chosen(logits, correction, routing)
 
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> Normed:
+    def add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        norm: Norm,
+        sums: RowSums | None = None,
+    ) -> Normed:
         if norm.in_bytes is not None and len(x) > MOST_IN_16_BITS[norm.in_bytes]:
-            return Normed(x, in_bytes=add_rms_norm_in_bytes(x, residual, norm))
-        add_rms_norm(x, residual, norm)
+            return Normed(x, in_bytes=add_rms_norm_in_bytes(x, residual, norm, sums))
+        add_rms_norm(x, residual, norm, sums)
         return Normed(x)
 
     def product(
@@ -107,10 +114,10 @@ class CudaOps:
         residual: torch.Tensor,
         norm: Norm,
     ) -> Normed | None:
-        assert x.squares is None, "what is added to a residual comes from no norm"
+        assert x.squares is None, "the input of such a GEMM comes from no norm"
         if x.values.shape[0] == 1:
             return gemv_add_norm(x.values, weight, bias, residual, norm)
-        # It reads the norm's weight in the model's dtype.
+        # The kernel reads the norm's weight in the model's dtype.
         is_plain = norm.weight.dtype == residual.dtype
         if is_plain and self._skinny_gemm.takes_sum(x.values, weight):
             return self._skinny_gemm.add_linear(x.values, weight, bias, residual, norm)

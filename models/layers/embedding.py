@@ -1,4 +1,4 @@
-"""The two ends of a model that speak of the vocabulary: token ids in, logits out."""
+"""Embedding and LM head."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncllm.models.layers.ops import Normed
 
 
 class Embedding:
-    """Token ids -> vectors, times `scale`."""
+    """Token ids -> vectors, multiplied by `scale`."""
 
     def __init__(
         self, name: str, vocab_size: int, size: int, build: Build, scale: float = 1.0
@@ -42,12 +42,12 @@ class Embedding:
         return vectors if self._lora is None else self._lora.add(vectors, token_ids)
 
     def _vectors(self, rows: torch.Tensor) -> torch.Tensor:
-        """Look these rows up in the weight, or in the adapters of the tokens."""
+        """Look up rows in the weight, or in the tokens' adapters."""
         vectors = F.embedding(rows, self.weight)
         return vectors if self._lora is None else self._lora.replace(vectors, rows)
 
     def _own(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Zeros for the tokens of other ranks."""
+        """This rank's vectors; zeros for tokens of other ranks."""
         others = (token_ids < self.tokens.start) | (token_ids >= self.tokens.stop)
         places = (token_ids - self.tokens.start).masked_fill_(others, 0)
         return self._vectors(places).masked_fill_(others.unsqueeze(1), 0)
@@ -56,7 +56,7 @@ class Embedding:
         yield self.load_rows(self.weight_name, self.weight)
 
     def load_rows(self, name: str, weight: torch.Tensor) -> Load:
-        """Load this rank's rows of a matrix with a row for each token."""
+        """Load this rank's rows of a matrix with a row per token."""
         if self.mesh.config.tp == 1:
             return Load(name, weight)
         own = weight[: self.tokens.stop - self.tokens.start]
@@ -64,10 +64,10 @@ class Embedding:
 
 
 class LMHead:
-    """Hidden states -> logits, by its own matrix or, tied, by the embedding's.
+    """Hidden states -> logits, by its own matrix or, if tied, by the embedding's.
 
-    The product is multiplied by `scale`, then it becomes soft_cap * tanh(product / soft_cap).
-    `aliases` names what a tied checkpoint may repeat: checkpoint name -> the name it must equal.
+    Logits are multiplied by `scale`, then soft-capped: soft_cap * tanh(logits / soft_cap).
+    aliases: tensors that a tied checkpoint may repeat -> the name of the tensor they must equal.
     """
 
     def __init__(
@@ -95,9 +95,10 @@ class LMHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, size] -> [S, vocab_size], in the model's dtype."""
+        delta = None if self._lora is None else self._lora.delta(hidden)
         logits = self._ops.product(Normed(hidden), self.weight)
-        if self._lora is not None:
-            logits = self._lora.add(logits, hidden)
+        if delta is not None:
+            logits = delta.add(logits)
         if self._scale != 1.0:
             logits.mul_(self._scale)
         if self._soft_cap is not None:

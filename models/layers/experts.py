@@ -60,9 +60,10 @@ class Router:
                 self._lora.base = {**self._lora.base, "bias": self._bias}
 
     def __call__(self, x: Normed) -> Routed:
+        delta = None if self._lora is None else self._lora.delta(x.values)
         logits = self._product(x)
-        if self._lora is not None:
-            logits = self._lora.add(logits, x.values)
+        if delta is not None:
+            logits = delta.add(logits)
         return self._ops.route(logits, self._correction, self._routing)
 
     def _product(self, x: Normed) -> torch.Tensor:
@@ -102,7 +103,7 @@ class Experts:
         self._method = build.experts_method(name, shape)
         self.weights = self._method.create_weights(shape)
         self._ops = build.ops
-        self._reduce = build.mesh.reduce if mesh.tp > 1 else None
+        self._summing = build.mesh if mesh.tp > 1 else None
         self._lora = None
         if build.lora is not None:
             lora = LoRAExperts(build.lora, name, shape, mesh)
@@ -120,9 +121,9 @@ class Experts:
             if self._shared_gate is not None:
                 shared = shared.mul_(self._shared_gate(x).sigmoid())
             out = out.add_(shared)
-        if self._reduce is not None:  # both are summands
-            out = self._reduce(out)
-        return end.apply(self._ops, out)
+        if self._summing is None:
+            return end.apply(self._ops, out)
+        return end.apply_to_sum(self._ops, self._summing, out)
 
     @property
     def full_read_tokens(self) -> int:

@@ -1,9 +1,10 @@
-"""Attention whose keys and values come from one latent vector of each token (MLA).
+"""Multi-head latent attention (MLA): keys and values come from one latent vector per token.
 
-The first part of a key comes from the latent, as all of a value does; the second, which alone
-rotates, is one for all heads. Where attention takes latents the pages hold these: the projection to
-keys is done on q instead, that to values on the output. Else every head's key and value is made,
-and these are what the pages hold, tens of times as much.
+A head's value, and the first part of its key, are projections of the latent. The second part of the
+key, the only one that rotates, is shared by all heads. If attention takes latents, pages hold
+these: q is multiplied by the projection to keys, and the output by the projection to values.
+Otherwise each head's keys and values are computed and kept in pages, which takes tens of times the
+memory.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from asyncllm.models.layers.norm import RMSNorm
 from asyncllm.models.layers.ops import AddRMSNorm, Normed
 from asyncllm.models.layers.rotary import HeadOrder
 
-NORM_EPS = 1e-6  # of the latents' norms, whatever the configuration says
-KERNEL_HEAD_DIMS = (64, 128, 256)  # of 16-bit types; torch's attention takes any
+NORM_EPS = 1e-6  # of the latents' norms; the configuration does not matter
+KERNEL_HEAD_DIMS = (64, 128, 256)  # for 16-bit dtypes; torch's attention takes any
 
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
-    """Sizes of a head's parts and of the latents; q_rank None: q comes from no latent."""
+    """The sizes of a head's parts and of latents. q_rank None: q is projected directly."""
 
     q_rank: int | None
     kv_rank: int
-    plain_dim: int  # of a head's q and k, that does not rotate
+    plain_dim: int  # the part of a head's q and k that does not rotate
     rotary_dim: int
     v_dim: int
     bias: bool
 
     @property
     def order(self) -> HeadOrder:
-        """The order of the part that rotates."""
+        """The order of entries in the part that rotates."""
         return HeadOrder(self.rotary_dim, self.rotary_dim, interleaved=True)
 
     def make(
@@ -62,7 +63,7 @@ class LatentAttention:
         self._spec = spec
         heads, qk_dim = layer.num_heads, spec.plain_dim + spec.rotary_dim
         own = build.mesh.config.share(heads, "num_attention_heads")
-        made_dim = spec.plain_dim + spec.v_dim  # of a head's keys and values
+        made_dim = spec.plain_dim + spec.v_dim  # of a head's key and value, from the latent
 
         def rows(part: str, dim: int) -> dict[str, tuple[slice, ...]]:
             return {part: (slice(own.start * dim, own.stop * dim),)}
@@ -108,13 +109,13 @@ class LatentAttention:
         rotate(q[..., spec.plain_dim :], k_rotated, rotation)
         latent = self._kv_norm(latent.contiguous())
         attend = self._attend_made if self.layer.latent_dim is None else self._attend_latents
-        return self._o.with_epilogue(Normed(attend(q, latent, k_rotated, mixer).flatten(1)), end)
+        return self._o.add(Normed(attend(q, latent, k_rotated, mixer).flatten(1)), end)
 
     def _attend_made(
         self, q: torch.Tensor, latent: torch.Tensor, k_rotated: torch.Tensor, mixer: Mixer
     ) -> torch.Tensor:
-        """[T, heads, v_dim] of q [T, heads, qk_dim], latents [T, kv_rank] and the keys' second part
-        [T, 1, rotary_dim]."""
+        """Attention with keys and values per head: [T, heads, v_dim] from q [T, heads, qk_dim],
+        latents [T, kv_rank] and the second part of keys [T, 1, rotary_dim]."""
         spec, heads = self._spec, self.layer.num_heads
         kv = self._kv_b(Normed(latent)).unflatten(1, (heads, -1))
         k_plain, v = kv.split([spec.plain_dim, spec.v_dim], dim=2)
@@ -125,7 +126,7 @@ class LatentAttention:
     def _attend_latents(
         self, q: torch.Tensor, latent: torch.Tensor, k_rotated: torch.Tensor, mixer: Mixer
     ) -> torch.Tensor:
-        """The same, without a key or value of any head."""
+        """The same by latents, without keys and values per head."""
         spec, heads = self._spec, self.layer.num_heads
         made = self._kv_b.weights["weight"].unflatten(0, (heads, -1))  # [heads, dims, kv_rank]
         to_keys, to_values = made.split([spec.plain_dim, spec.v_dim], dim=1)
@@ -154,7 +155,7 @@ class LatentAttention:
 
 
 def _page_dim(qk_dim: int, build: Build) -> int:
-    """The head size of the pages: heads are padded to what kernels take."""
+    """The head size in pages: padded to a size that kernels support."""
     if build.dtype.itemsize != 2:
         return qk_dim
     return next((dim for dim in KERNEL_HEAD_DIMS if dim >= qk_dim), qk_dim)

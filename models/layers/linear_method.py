@@ -1,7 +1,7 @@
-"""How a linear layer stores its weights and multiplies by them: the seam for quantization.
+"""How a linear layer stores its weights and multiplies by them: the interface for quantization.
 
-A layer owns the tensors that its method creates and hands them back at every call, so one method
-serves many layers. A method knows nothing of what else is done to a product: see `Linear`.
+A layer owns the tensors that its method creates, and passes them to each call, so one method serves
+many layers. Adapters and reductions are the layer's: see `Linear`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ Weights = dict[str, torch.Tensor]
 
 
 def put(weights: Weights, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Keep what was made of weights: in place where an earlier load has made it, as graphs hold its
-    address. Returns what is kept."""
+    """Store a tensor derived from weights; after a reload in place, as graphs have its address.
+    Returns the stored tensor."""
     return weights.setdefault(name, tensor).copy_(tensor)
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a product that one rank computes. Either `rows`: of each part the ranges of its
-    output features; or `columns`, a range of the input features: the ranks' products are then
-    summed, and only one of them `has_bias`."""
+    """A rank's part of a linear layer: `rows`, ranges of each part's output features; or `columns`,
+    a range of input features, where the ranks' outputs are summed and only one `has_bias`."""
 
     rows: Mapping[str, tuple[slice, ...]] | None = None
     columns: slice | None = None
@@ -40,9 +39,9 @@ WHOLE = Shard()
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """`parts`: module's name in the checkpoint -> its output features, in the output's order.
+    """parts: name of a module in the checkpoint -> its output features, in the output's order.
 
-    These and `in_features` are the checkpoint's; a rank has the `shard` of them.
+    `parts` and `in_features` are the checkpoint's; a rank has a `shard` of them.
     """
 
     parts: Mapping[str, int]
@@ -51,12 +50,12 @@ class LinearShape:
     shard: Shard = WHOLE
 
     def rows(self, part: str) -> tuple[slice, ...]:
-        """The ranges of a part's output features that are computed here."""
+        """The ranges of a part's output features on this rank."""
         return (slice(self.parts[part]),) if self.shard.rows is None else self.shard.rows[part]
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Output features of each part here."""
+        """Output features of each part on this rank."""
         return {
             part: sum(len(range(size)[rows]) for rows in self.rows(part))
             for part, size in self.parts.items()
@@ -68,7 +67,7 @@ class LinearShape:
 
     @property
     def num_columns(self) -> int:
-        """Input features here."""
+        """Input features on this rank."""
         return len(range(self.in_features)[self.shard.columns or slice(None)])
 
     @property
@@ -78,7 +77,7 @@ class LinearShape:
     def loads(
         self, part: str, suffix: str, view: torch.Tensor, columns: tuple[slice, ...] = ()
     ) -> Iterator[Load]:
-        """Load to `view` this rank's share of a tensor with a row for each of a part's outputs."""
+        """Load this rank's shard of a tensor with a row per output of `part` into `view`."""
         name = f"{part}.{suffix}"
         if self.shard.rows is None and not columns:
             yield Load(name, view)
@@ -98,29 +97,30 @@ class LinearMethod(Protocol):
         ...
 
     def loads(self, shape: LinearShape, weights: Weights) -> Iterator[Load]:
-        """All that fills the weights."""
+        """The loads that fill the weights."""
         ...
 
     def finish(self, weights: Weights) -> None:
-        """Repack what was loaded, in place: graphs hold its addresses. Again after a reload."""
+        """Repack loaded weights in place, as graphs have their addresses. Called after each
+        load."""
         ...
 
     def in_bytes(self, weights: Weights) -> torch.dtype | None:
-        """`Norm.in_bytes` of a norm whose only product this is."""
+        """The 8-bit dtype in which it takes many rows (`Norm.in_bytes`); None: it takes 16 bits."""
         ...
 
     def product(self, weights: Weights, x: Normed) -> torch.Tensor:
-        """[T, in_features] -> [T, out_features], a new tensor, with the bias where there is one."""
+        """[T, in_features] -> [T, out_features], a new tensor, including the bias."""
         ...
 
     def fused(self, weights: Weights, x: Normed, epilogue: Epilogue[Out]) -> Out | None:
-        """The epilogue of the product, by one kernel; None: there is no such kernel."""
+        """The product and its epilogue in one kernel; None: there is no such kernel."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class UnquantizedLinearMethod:
-    """Weights in the model's dtype: `weight` [out, in], `bias` [out]; the parts are row ranges."""
+    """Weights in the model's dtype: `weight` [out, in], `bias` [out]; parts are ranges of rows."""
 
     dtype: torch.dtype
     device: torch.device
@@ -142,7 +142,7 @@ class UnquantizedLinearMethod:
         yield from bias_loads(shape, weights)
 
     def finish(self, weights: Weights) -> None:
-        """They are used as they lie in the checkpoint."""
+        """Nothing to do."""
 
     def in_bytes(self, weights: Weights) -> torch.dtype | None:
         return None
@@ -155,12 +155,12 @@ class UnquantizedLinearMethod:
 
 
 def bias_loads(shape: LinearShape, weights: Weights) -> Iterator[Load]:
-    """Load the bias, if there is one. A rank that has none of it reads nothing, but knows of it."""
+    """Load the bias, if there is one. A rank without it expects its tensors, but reads nothing."""
     if shape.has_bias:
         views = weights["bias"].split(list(shape.sizes.values()))
         for part, view in zip(shape.parts, views, strict=True):
             yield from shape.loads(part, "bias", view)
     elif shape.bias:
-        nothing = torch.empty(0, device=weights["weight"].device)  # any float is as good
+        nothing = torch.empty(0, device=weights["weight"].device)  # of any float dtype
         for part, size in shape.parts.items():
             yield Load(f"{part}.bias", nothing, (slice(0),), file_shape=(size,))

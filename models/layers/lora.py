@@ -18,92 +18,21 @@ other rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol, TypeVar
 
 import torch
-import torch.nn.functional as F
 
-from asyncllm.kernels.records import LoRAWeights as LoRAWeights
 from asyncllm.kernels.records import WholeWeights
 from asyncllm.models.layers.linear_method import LinearShape
-from asyncllm.types import NO_ADAPTER
+from asyncllm.models.layers.lora_ops import TORCH_LORA, AdapterRows, LoRAOps, LoRAWeights
+from asyncllm.models.layers.lora_places import ALL, Place, WeightPart
 
-# (product [T, out], x [T, in], weights, slots int32 [T]): the product, with what each token's
-# adapter adds, in place. Only enqueues, and may be captured, where its device has streams.
-AddLoRA = Callable[[torch.Tensor, torch.Tensor, LoRAWeights, torch.Tensor], torch.Tensor]
-ALL = slice(None)
 ALIGNMENT = 64  # elements: kernels read a slot's matrices in 16 bytes
 
 L = TypeVar("L", bound="AdaptedLayer")
-
-
-def add_lora_torch(
-    product: torch.Tensor, x: torch.Tensor, weights: LoRAWeights, slots: torch.Tensor
-) -> torch.Tensor:
-    """The reference `AddLoRA`, for a CPU: one product for each adapter that tokens use."""
-    for slot in slots.unique().tolist():
-        if slot == NO_ADAPTER:
-            continue
-        tokens = (slots == slot).nonzero().squeeze(1)
-        mine, its = x[tokens], product[tokens]
-        for whole in weights.whole:
-            if whole.is_there[slot]:
-                features = slice(whole.first, whole.first + whole.weight.shape[1])
-                its[:, features] = F.linear(mine, whole.weight[slot])
-        shrunk = mine @ weights.a[slot].T  # [tokens, parts * max_rank]
-        ranks = shrunk.split(weights.b.shape[2], dim=1)
-        parts = weights.b[slot].split(weights.sizes)
-        deltas = [h @ b.T for h, b in zip(ranks, parts, strict=True)]
-        its.addcmul_(its, weights.gain[slot])
-        product[tokens] = its.add_(torch.cat(deltas, dim=1)).add_(weights.bias[slot])
-    return product
-
-
-@dataclass(frozen=True, slots=True)
-class WeightPart:
-    """The part of a module's weight that is here: its `rows` (None: all) of these columns.
-
-    base: the model's; None where it is quantised. whole: an adapter's own in the slot, where it has
-    room for one, and `is_whole` [1], which says that there is one.
-    """
-
-    shape: tuple[int, int]  # the module's
-    rows: torch.Tensor | None
-    columns: slice
-    base: torch.Tensor | None
-    whole: torch.Tensor | None = None
-    is_whole: torch.Tensor | None = None
-
-    @property
-    def is_there(self) -> bool:
-        """The adapter's own."""
-        return self.is_whole is not None and bool(self.is_whole.item())
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where one module of the checkpoint has its matrices in one slot: views.
-
-    Where ranks share the layer, a rank's matrices have the rows or columns of its product; so what
-    they add to a summand is a summand, too.
-
-    rows: output i here is the module's output rows[i]. base_bias: what the slot's bias is added to.
-    """
-
-    in_features: int  # the module's, as out_features
-    out_features: int
-    a: torch.Tensor | None  # [max_rank, in]; None: it is another rank's
-    b: torch.Tensor  # [out, max_rank]
-    columns: slice = field(default_factory=lambda: ALL)  # of the module's inputs
-    rows: torch.Tensor | None = None
-    bias: torch.Tensor | None = None  # [out]; None: it adds none here
-    gain: torch.Tensor | None = None  # [out]; None: it has none
-    takes_bias: bool = False  # there, or on another rank
-    base_bias: torch.Tensor | None = None
-    weight: WeightPart | None = None
 
 
 class AdaptedLayer(Protocol):
@@ -112,8 +41,13 @@ class AdaptedLayer(Protocol):
         """The shapes of the tensors that a slot has for this layer."""
         ...
 
-    def bind(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Take the tensors of all slots, [1 + slots, *shape] each, once they are allocated."""
+    def bind(self, index: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Take the tensors of all slots, [1 + slots, *shape] each, once they are allocated; and
+        which one of the layers this is."""
+        ...
+
+    def kind(self, tensors: Sequence[torch.Tensor]) -> int:
+        """0, 1 or 2: what an adapter has in these tensors of one slot (`LoRALayers`)."""
         ...
 
     def places(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[str, Place]]:
@@ -125,8 +59,10 @@ class LoRALayers:
     """The adapter slots of one model: `num_slots` of them besides slot 0.
 
     All that a slot holds is one row of `slots` [1 + num_slots, elements], so that an adapter comes
-    as few copies, whatever its layers are. `add`: the device's `AddLoRA`. `whole`: the ends of the
-    names of linear layers and embeddings of which each slot has room for a whole matrix.
+    as few copies, whatever its layers are. It begins with a number for each layer: 0 where the slot
+    has nothing of it, 1 where it has matrices, 2 where biases or gains, too. `ops`: the device's.
+    `whole`: the ends of the names of linear layers and embeddings of which each slot has room for a
+    whole matrix.
     """
 
     def __init__(
@@ -135,15 +71,15 @@ class LoRALayers:
         max_rank: int,
         dtype: torch.dtype,
         device: torch.device,
-        add: AddLoRA = add_lora_torch,
+        ops: LoRAOps = TORCH_LORA,
         whole: Sequence[str] = (),
     ) -> None:
         self.max_rank = max_rank
         self._whole = whole
-        self.add = add
+        self.ops = ops
         self.layers: list[AdaptedLayer] = []
         self.elsewhere: tuple[str, ...] = ()  # what names of other stages' modules begin with
-        self.row_slots: torch.Tensor | None = None  # of the pass that runs
+        self.rows: AdapterRows | None = None  # of the pass that runs
         self.slots = torch.zeros(1 + num_slots, 0, dtype=dtype, device=device)
 
     def register(self, layer: L) -> L:
@@ -161,9 +97,12 @@ class LoRALayers:
         """Once, when the model's layers are made: the memory of all slots, as zeros. Raises
         `ValueError` where a name of `whole` is no layer's."""
         shapes = [shape for layer in self.layers for shape in layer.shapes]
-        self.slots = self.slots.new_zeros(len(self.slots), sum(map(_aligned, shapes)))
-        for layer, tensors in zip(self.layers, self._tensors(self.slots), strict=True):
-            layer.bind(tensors)
+        size = self._first + sum(map(_aligned, shapes))
+        self.slots = self.slots.new_zeros(len(self.slots), size)
+        for index, (layer, tensors) in enumerate(
+            zip(self.layers, self._tensors(self.slots), strict=True)
+        ):
+            layer.bind(index, tensors)
         places = self.places(self.slots[0]).items()
         found = [
             name for name, place in places if place.weight and place.weight.is_whole is not None
@@ -182,9 +121,21 @@ class LoRALayers:
             found.update(layer.places([tensor[0] for tensor in tensors]))
         return found
 
+    def mark(self, slot: torch.Tensor) -> None:
+        """Say in memory as one of `slots`, in which an adapter is, what it has of each layer."""
+        for index, (layer, tensors) in enumerate(
+            zip(self.layers, self._tensors(slot[None]), strict=True)
+        ):
+            slot[index] = layer.kind(tensors)
+
+    @property
+    def _first(self) -> int:
+        """Where the tensors begin in a slot."""
+        return _aligned((len(self.layers),))
+
     def _tensors(self, slots: torch.Tensor) -> Iterator[list[torch.Tensor]]:
         """Each layer's tensors [n, *shape], as views of slots [n, elements]."""
-        first = 0
+        first = self._first
         for layer in self.layers:
             tensors = []
             for shape in layer.shapes:
@@ -196,7 +147,9 @@ class LoRALayers:
     def select(self, row_slots: torch.Tensor | None) -> None:
         """The slot of each row, int32 [T], of all products until the next call. None: no row has an
         adapter, and the layers run as if there were none."""
-        self.row_slots = row_slots
+        self.rows = None
+        if row_slots is not None:
+            self.rows = self.ops.gather_rows(row_slots, self.slots[:, : len(self.layers)])
 
 
 def _ends_with(module: str, name: str) -> bool:
@@ -232,12 +185,12 @@ class LoRALayer:
             *sizes,
         ]
 
-    def bind(self, tensors: Sequence[torch.Tensor]) -> None:
+    def bind(self, index: int, tensors: Sequence[torch.Tensor]) -> None:
         a, b, bias, gain, *whole = tensors
         sizes = [*self.shape.sizes.values()]
         first = dict(zip(self.shape.parts, accumulate(sizes, initial=0), strict=False))
         self.weights = LoRAWeights(
-            *(a, b, bias, gain, (*sizes[:-1], sizes[-1] + b.shape[1] - sum(sizes))),
+            *(a, b, bias, gain, (*sizes[:-1], sizes[-1] + b.shape[1] - sum(sizes)), index),
             tuple(
                 WholeWeights(is_there, weight, first[name])
                 for name, (is_there, weight) in self._by_name(whole).items()
@@ -283,12 +236,48 @@ class LoRALayer:
             order = torch.arange(self.shape.parts[name])
         return torch.cat([order[rows] for rows in self.shape.rows(name)])
 
-    @property
-    def is_used(self) -> bool:
-        """Whether rows of the pass that runs have adapters."""
-        return self._owner.row_slots is not None
+    def kind(self, tensors: Sequence[torch.Tensor]) -> int:
+        _, b, bias, gain, *whole = tensors
+        has_whole = any(bool(each.any()) for each in whole[: len(self._whole)])
+        if bias.any() or gain.any():
+            return 2
+        return int(has_whole or bool(b.any()))
+
+    def delta(self, x: torch.Tensor) -> Delta | None:
+        """Begin the rows' delta of a product of x [T, in], before the product: both begin early so.
+        None: no row of the pass that runs has an adapter."""
+        rows = self._owner.rows
+        if rows is None:
+            return None
+        ops, weights = self._owner.ops, self.weights
+        return Delta(ops, weights, rows, x, ops.shrink(x, weights, rows))
 
     def add(self, product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """The product [T, out] of x [T, in], with the rows' deltas."""
-        slots = self._owner.row_slots
-        return product if slots is None else self._owner.add(product, x, self.weights, slots)
+        delta = self.delta(x)
+        return product if delta is None else delta.add(product)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The adapters' part of one product, as far as it is known without it."""
+
+    ops: LoRAOps
+    weights: LoRAWeights
+    rows: AdapterRows
+    x: torch.Tensor
+    shrunk: torch.Tensor
+
+    def add(self, product: torch.Tensor) -> torch.Tensor:
+        """To the product [T, out], in place."""
+        self._replace(product)
+        return self.ops.expand(product, self.shrunk, self.weights, self.rows)
+
+    def add_swiglu(self, product: torch.Tensor) -> torch.Tensor:
+        """`Ops.swiglu` of the product with the adapters' part."""
+        self._replace(product)
+        return self.ops.expand_swiglu(product, self.shrunk, self.weights, self.rows)
+
+    def _replace(self, product: torch.Tensor) -> None:
+        if self.weights.whole:
+            self.ops.replace(product, self.x, self.weights, self.rows)

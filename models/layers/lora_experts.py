@@ -15,7 +15,8 @@ import torch.nn.functional as F
 
 from asyncllm.mesh_config import MeshConfig
 from asyncllm.models.layers.experts_method import ExpertsShape
-from asyncllm.models.layers.lora import LoRALayers, Place
+from asyncllm.models.layers.lora import LoRALayers
+from asyncllm.models.layers.lora_places import Place
 
 
 class LoRAExperts:
@@ -38,8 +39,11 @@ class LoRAExperts:
         """In the checkpoint, and in transformers, which peft names them by."""
         return {self._name, self._name.replace(".block_sparse_moe.", ".mlp.")}
 
-    def bind(self, tensors: Sequence[torch.Tensor]) -> None:
+    def bind(self, _: int, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
+
+    def kind(self, _: Sequence[torch.Tensor]) -> int:
+        return 0  # which nothing here asks for
 
     def places(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[str, Place]]:
         """One for each expert and product."""
@@ -63,12 +67,12 @@ class LoRAExperts:
 
     @property
     def is_used(self) -> bool:
-        return self._owner.row_slots is not None
+        return self._owner.rows is not None
 
     def row_slots(self, tokens: torch.Tensor) -> torch.Tensor:
         """The adapter slots of rows that belong to these tokens: [rows]."""
-        assert self._owner.row_slots is not None
-        return self._owner.row_slots[tokens]
+        assert self._owner.rows is not None
+        return self._owner.rows.slots[tokens]
 
     def add_gate_up(
         self, product: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor

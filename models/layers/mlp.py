@@ -21,7 +21,7 @@ class MLPSpec:
 
 
 class MLP:
-    """down(activation(gate(x)) * up(x)), gate and up in one matrix product."""
+    """down(activation(gate(x)) * up(x)), with gate and up in one GEMM."""
 
     full_read_tokens = 1
 
@@ -41,11 +41,11 @@ class MLP:
         self.down_proj = Linear(name, down, size, spec.bias, build, columns=own)
 
     def add(self, x: Normed, end: AddRMSNorm) -> Normed:
-        """x [T, hidden_size]. Adds the feed-forward to the end's residual, and returns its norm."""
-        return self.down_proj.with_epilogue(self.gated(x), end)
+        """Add the output for x [T, hidden_size] to the residual of `end`. Returns its norm."""
+        return self.down_proj.add(self.gated(x), end)
 
     def gated(self, x: Normed) -> Normed:
-        """[T, hidden_size] -> [T, intermediate_size], what `down_proj` takes."""
+        """The input of `down_proj`: [T, hidden_size] -> [T, intermediate_size]."""
         in_bytes = self.down_proj.in_bytes
         if in_bytes is None:
             return Normed(self.gate_up_proj.with_epilogue(x, self._gate))

@@ -1,4 +1,4 @@
-"""RMSNorm, or a layer norm without bias, with its name in a checkpoint."""
+"""RMSNorm, or a layer norm without bias."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from asyncllm.models.layers.ops import Norm
 
 
 class RMSNorm:
-    """`constants` are for the matrix products that end or begin with it.
+    """constants: for GEMMs that are fused with it.
 
-    `offset` is added to the file's weight; None: Llama's rounding (see `Norm`, of `centered` too).
+    offset: added to the file's weight; None: rounding as in Llama. `Norm` documents it, and
+    `centered`.
     """
 
     def __init__(
@@ -33,11 +34,11 @@ class RMSNorm:
         self.constants = Norm(norm_weight(size, build, offset), eps, centered)
 
     def feed(self, in_bytes: torch.dtype | None) -> None:
-        """Say how the one product that its output is for takes many rows (`LinearMethod`)."""
+        """Set the 8-bit dtype in which the only GEMM that takes its output wants many rows."""
         self.constants = replace(self.constants, in_bytes=in_bytes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, size] -> the same shape, a new tensor."""
+        """[T, size] -> [T, size], a new tensor."""
         return self._ops.rms_norm(x, self.constants)
 
     def loads(self) -> Iterator[Load]:
@@ -45,7 +46,7 @@ class RMSNorm:
 
 
 def norm_weight(size: int | tuple[int, ...], build: Build, offset: float | None) -> torch.Tensor:
-    """Uninitialised. 1 + w has more digits than a half-precision type holds."""
+    """An uninitialised weight; in float32 with an offset, as 1 + w needs more precision."""
     dtype = build.dtype if offset is None else torch.float32
     return torch.empty(size, dtype=dtype, device=build.device)
 

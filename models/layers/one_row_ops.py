@@ -1,7 +1,7 @@
-"""`Ops` on the meta device that compute nothing and note what products a step of one row asks for.
+"""`Ops` on the meta device that record which GEMVs a step of one row needs.
 
-A model that is built with them, and run once, says by itself which variants of the GEMV its first
-step will launch: nothing has to be known of its layers, nor any weight to be there.
+Building a model with them and running it once shows which variants of the GEMV its first step will
+launch, without weights and without knowledge of its layers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from asyncllm.kernels.all_reduce import RowSums
 from asyncllm.kernels.declaration import RowProduct
 from asyncllm.kernels.gemv.tiles import num_squares
 from asyncllm.models.layers.ops import SILU, Activation, Norm, Normed
@@ -19,7 +20,7 @@ from asyncllm.models.layers.torch_ops import TorchOps
 
 
 class WithoutLookups(TorchFunctionMode):
-    """Embeddings on the meta device: torch's own code for them imports half a thousand modules."""
+    """Replaces embedding look-ups on the meta device, where torch's code imports 500 modules."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -31,8 +32,8 @@ class WithoutLookups(TorchFunctionMode):
 
 
 class OneRowOps(TorchOps):
-    """Give what `CudaOps` does for one row of a plain dense decoder, without memory. new_empty,
-    as empty_like imports what embeddings do. `products`: each that was asked for once, in order."""
+    """Returns what `CudaOps` does for one row of a plain dense decoder, without memory. It uses
+    new_empty, as empty_like has expensive imports on the meta device. products: each one once."""
 
     def __init__(self) -> None:
         self._noted: dict[RowProduct, None] = {}
@@ -47,7 +48,13 @@ class OneRowOps(TorchOps):
     def swiglu(self, x: torch.Tensor, activation: Activation = SILU) -> torch.Tensor:
         return x.new_empty((len(x), x.shape[1] // 2))
 
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> Normed:
+    def add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        norm: Norm,
+        sums: RowSums | None = None,
+    ) -> Normed:
         return Normed(x)
 
     def product(

@@ -1,12 +1,12 @@
-"""The kernels that a dense decoder needs besides attention, and what may end a matrix product.
+"""`Ops`, the operations of a decoder besides attention, and epilogues of GEMMs.
 
-A model is written once against `Ops`; `TorchOps` is the reference and the CPU path, a CUDA
-implementation calls fused kernels. All run without a host synchronisation and with shapes that
-depend only on their inputs' shapes, so they may be captured in a CUDA graph. An `Epilogue` follows
-a product: any linear method's by `apply`, or, where an `Ops` has such a kernel, inside of it.
+Models use `Ops` only. `TorchOps` is the reference, and runs on CPUs; `CudaOps` calls fused kernels.
+No operation synchronises with the host, and shapes only depend on the inputs' shapes, so CUDA
+graphs can capture them. An `Epilogue` follows a GEMM: separately (`apply`), or fused into its
+kernel.
 
-In the shapes below T is the number of tokens in the step. Tensors share the model's dtype unless
-stated otherwise, and are contiguous.
+T is the number of tokens in the step. Tensors have the model's dtype, unless stated otherwise, and
+are contiguous.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from asyncllm.kernels.all_reduce import RowSums
 from asyncllm.kernels.records import SILU as SILU
 from asyncllm.kernels.records import Activation as Activation
 from asyncllm.kernels.records import ExpertWeights as ExpertWeights
@@ -23,18 +24,19 @@ from asyncllm.kernels.records import Norm as Norm
 from asyncllm.kernels.records import Normed as Normed
 from asyncllm.kernels.records import Routed as Routed
 from asyncllm.kernels.records import Routing as Routing
+from asyncllm.models.parallel.mesh import Mesh
 
 Out = TypeVar("Out")
 Out_co = TypeVar("Out_co", covariant=True)
 
 
 class FusedProducts(Protocol):
-    """Products together with what comes after them, in one kernel, where there is one."""
+    """GEMMs fused with the operation after them, where there is such a kernel."""
 
     def product_swiglu(
         self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """`swiglu` of the product, in its kernel; None: there is no such kernel for this x."""
+        """The product and `swiglu` in one kernel; None: there is no such kernel for this x."""
         return None
 
     def product_add_rms_norm(
@@ -45,16 +47,16 @@ class FusedProducts(Protocol):
         residual: torch.Tensor,
         norm: Norm,
     ) -> Normed | None:
-        """`add_rms_norm` of the product, in its kernel; None: there is none, nothing is added."""
+        """The product and `add_rms_norm` in one kernel; None: there is no such kernel."""
         return None
 
 
 class ExpertAdapters(Protocol):
-    """Adds the adapters' part to the experts' products, in place. Rows are sorted by expert:
-    `ends` says where each one's end, int32 [experts]."""
+    """Adds LoRA to the experts' GEMMs, in place. Rows are sorted by expert; ends: the end of each
+    expert's rows, int32 [experts]."""
 
     def row_slots(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The adapter slots of rows that belong to these tokens: [rows]."""
+        """The adapter slots of the rows of these tokens: [rows]."""
         ...
 
     def add_gate_up(
@@ -72,29 +74,29 @@ class ExpertAdapters(Protocol):
 
 class Ops(FusedProducts, Protocol):
     def before_capture(self) -> None:
-        """Choose kernels for the calls since the last one, which will be captured."""
+        """Autotune the calls since the last one, which are about to be captured."""
         return None
 
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """x / rms(x) * weight over the last dimension, computed in float32: [T, size], new. Of x
-        less its mean, where the norm is centered."""
+        """x / rms(x) * weight over the last dimension, computed in float32: [T, size], a new
+        tensor. A centered norm subtracts the mean of x first."""
         ...
 
     def swiglu(self, x: torch.Tensor, activation: Activation = SILU) -> torch.Tensor:
-        """activation(gate) * up, where gate and up are the halves of x [T, 2 * size]: [T, size]."""
+        """activation(gate) * up, with gate and up the halves of x [T, 2 * size]: [T, size]."""
         ...
 
     def swiglu_in_bytes(
         self, x: torch.Tensor, activation: Activation, in_bytes: torch.dtype
     ) -> Normed:
-        """`swiglu`, for a product that takes many rows so (`Norm.in_bytes`)."""
+        """`swiglu`, quantised for a GEMM that takes many rows in 8 bits (`Norm.in_bytes`)."""
         return Normed(self.swiglu(x, activation))
 
     def route(
         self, logits: torch.Tensor, correction: torch.Tensor | None, routing: Routing
     ) -> Routed:
-        """logits [T, experts]; correction: float32 [experts], added where experts are chosen, not
-        to their gates."""
+        """Route by logits [T, experts]. correction: float32 [experts], added to scores for the
+        choice of experts, but not to gates."""
         ...
 
     def experts(
@@ -104,17 +106,36 @@ class Ops(FusedProducts, Protocol):
         routed: Routed,
         adapters: ExpertAdapters | None = None,
     ) -> torch.Tensor:
-        """The sum of each token's experts by their gates: [T, hidden_size], a new tensor."""
+        """The sum of each token's experts, weighted by gates: [T, hidden_size], a new tensor."""
         ...
 
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> Normed:
-        """In place: residual [T, size] += x. Returns the norm of the sum, perhaps in x's memory."""
+    def add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        norm: Norm,
+        sums: RowSums | None = None,
+    ) -> Normed:
+        """residual [T, size] += x, in place. Returns the norm of the sum, possibly in x's memory.
+        sums: x is this rank's summand, to be added over ranks first."""
         ...
 
     def product(
         self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x [T, in] times weight [out, in] transposed, plus bias [out]: [T, out], a new tensor."""
+        """x [T, in] @ weight[out, in].T + bias [out]: [T, out], a new tensor."""
+        ...
+
+
+class Delta(Protocol):
+    """The adapters' part of a product."""
+
+    def add(self, product: torch.Tensor) -> torch.Tensor:
+        """In place."""
+        ...
+
+    def add_swiglu(self, product: torch.Tensor) -> torch.Tensor:
+        """`Ops.swiglu` of the product with the adapters' part, which may be one kernel."""
         ...
 
 
@@ -123,21 +144,31 @@ class Epilogue(Protocol[Out_co]):
         """`product` [T, features] may be overwritten."""
         ...
 
+    def apply_adapted(self, ops: Ops, product: torch.Tensor, delta: Delta) -> Out_co:
+        """The same of the product with what adapters add to it."""
+        ...
+
     def fused(
         self, ops: FusedProducts, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> Out_co | None:
-        """The same, of x times an unquantized weight [features, in]; None: not in one kernel."""
+        """The product of x and a weight [features, in], and the epilogue, in one kernel; None:
+        there is no such kernel."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SwiGLU:
-    """The activation of the first half of the features, times the second: [T, features / 2]."""
+    """activation(first half of the features) * second half: [T, features / 2]."""
 
     activation: Activation = SILU
 
     def apply(self, ops: Ops, product: torch.Tensor) -> torch.Tensor:
         return ops.swiglu(product, self.activation)
+
+    def apply_adapted(self, ops: Ops, product: torch.Tensor, delta: Delta) -> torch.Tensor:
+        if self.activation == SILU:
+            return delta.add_swiglu(product)
+        return self.apply(ops, delta.add(product))
 
     def fused(
         self, ops: FusedProducts, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
@@ -149,13 +180,16 @@ class SwiGLU:
 
 @dataclass(frozen=True, slots=True)
 class SwiGLUInBytes:
-    """The same for a product behind it that takes many rows quantised (`Norm.in_bytes`)."""
+    """`SwiGLU` for a following GEMM that takes many rows in 8 bits (`Norm.in_bytes`)."""
 
     swiglu: SwiGLU
     in_bytes: torch.dtype
 
     def apply(self, ops: Ops, product: torch.Tensor) -> Normed:
         return ops.swiglu_in_bytes(product, self.swiglu.activation, self.in_bytes)
+
+    def apply_adapted(self, ops: Ops, product: torch.Tensor, delta: Delta) -> Normed:
+        return self.apply(ops, delta.add(product))
 
     def fused(
         self, ops: FusedProducts, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
@@ -166,16 +200,24 @@ class SwiGLUInBytes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AddRMSNorm:
-    """In place: residual [T, features] += the product. The result is the norm of the sum, or the
-    sum itself where `norm` is None.
+    """residual [T, features] += product, in place. The result is the norm of the sum, or without a
+    `norm` the sum.
 
-    `after` normalises the product first, then `scale` multiplies it.
+    The product is first normalised by `after`, then multiplied by `scale`.
     """
 
     residual: torch.Tensor
     norm: Norm | None
     after: Norm | None = None
     scale: float = 1.0
+
+    def apply_to_sum(self, ops: Ops, mesh: Mesh, product: torch.Tensor) -> Normed:
+        """`apply` to the sum of all ranks' products."""
+        if self.norm is not None and self.after is None and self.scale == 1.0:
+            sums = mesh.row_sums(product)
+            if sums is not None:
+                return ops.add_rms_norm(product, self.residual, self.norm, sums)
+        return self.apply(ops, mesh.reduce(product))
 
     def apply(self, ops: Ops, product: torch.Tensor) -> Normed:
         if self.after is not None:
@@ -185,6 +227,9 @@ class AddRMSNorm:
         if self.norm is None:
             return Normed(self.residual.add_(product))
         return ops.add_rms_norm(product, self.residual, self.norm)
+
+    def apply_adapted(self, ops: Ops, product: torch.Tensor, delta: Delta) -> Normed:
+        return self.apply(ops, delta.add(product))
 
     def fused(
         self, ops: FusedProducts, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None

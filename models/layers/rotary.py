@@ -1,17 +1,17 @@
-"""Rotary position embedding: the angles. Applying them is the attention backend's.
+"""Rotary position embedding (RoPE): the angles. Attention backends apply them.
 
-Frequencies of the scaled variants come from transformers' `ROPE_INIT_FUNCTIONS`, so they are those
-of the reference by construction. All but `dynamic` are one table of max_model_len positions, built
-once. With `dynamic` (NTK) the frequencies depend on a length, and the table is built for each step.
+Frequencies of the scaled variants come from transformers' `ROPE_INIT_FUNCTIONS`, so they equal the
+reference. All variants but `dynamic` use a table of max_model_len positions. With `dynamic` (NTK)
+the frequencies depend on a length, and a table is built for each step.
 
-That length is stated per token, so that a token's rotation is a function of its own sequence alone:
+The length is per token, so that a token's rotation depends on its own sequence only:
 
     rope_len = max(window, prompt length, position + 1)
 
-This is what transformers' cached `generate` does for one sequence: a prompt longer than the window
-takes the frequencies of its full length, each later token those of the length it makes. It differs
-where transformers' answer depends on what else ran: there a batch takes the length of its longest
-row, and frequencies grown by a longer sequence stay until one below the window comes.
+So does transformers' `generate` with a cache for a single sequence: a prompt longer than the window
+uses the frequencies of its full length, and each later token those of the length at that point. In
+a batch transformers differs: it uses the length of the longest row, and keeps the frequencies of a
+longer sequence until one below the window comes.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ ROPE_TYPES = ("default", *SCALED_ROPE_TYPES, "longrope", "dynamic")
 
 @dataclass(frozen=True, slots=True)
 class HeadOrder:
-    """The first `rotary_dim` entries of a head rotate, entry i with i + rotary_dim / 2 or, where
-    `interleaved`, 2i with 2i + 1.
+    """The order of a head's entries. The first `rotary_dim` entries rotate: entry i with entry
+    i + rotary_dim / 2, or if `interleaved` 2i with 2i + 1.
 
-    A score does not depend on the order of the entries, if q and k have the same. So their weights
-    are loaded in an order in which pairs are half a head apart; the others' angle is 0.
+    Scores do not depend on the order of entries, if it is the same for q and k. So their weights
+    are loaded in an order where pairs are half a head apart; entries that do not rotate have angle
+    0.
     """
 
     head_dim: int
@@ -46,7 +47,7 @@ class HeadOrder:
     interleaved: bool = False
 
     def entries(self) -> torch.Tensor:
-        """int64 [head_dim]: the checkpoint's entry in each place."""
+        """The checkpoint's entry at each place: int64 [head_dim]."""
         assert self.head_dim % 2 == self.rotary_dim % 2 == 0 < self.rotary_dim <= self.head_dim
         rotated = torch.arange(self.rotary_dim)
         pairs = rotated.view(-1, 2).T if self.interleaved else rotated.view(2, -1)
@@ -54,8 +55,8 @@ class HeadOrder:
         return torch.cat((pairs, others), dim=1).flatten()
 
     def rows(self, layer: AttentionLayer, packed: bool) -> dict[str, torch.Tensor]:
-        """Projection -> int64 [outputs]: the checkpoint's output in each place. `packed`: the
-        heads of q, k and v are one projection's."""
+        """Projection -> the checkpoint's output at each place, int64 [outputs]. packed: q, k and v
+        are one projection."""
         kv_heads = layer.num_kv_heads
         q, k = self._rows(0, layer.num_heads), self._rows(0, kv_heads)
         if not packed:
@@ -69,7 +70,7 @@ class HeadOrder:
         return (heads + self.entries()).flatten()
 
     def load(self, load: Load) -> Load:
-        """Reorder a weight whose last dimension has a number for each entry."""
+        """Reorder a weight whose last dimension has a value per entry."""
         entries, then = self.entries(), load.transform or (lambda loaded: loaded)
         return replace(load, transform=lambda loaded: then(loaded)[..., entries.to(loaded.device)])
 
@@ -79,21 +80,21 @@ class Rotary(Protocol):
     def uses_prompt_lens(self) -> bool: ...
 
     def rotation(self, positions: torch.Tensor, prompt_lens: torch.Tensor | None) -> Rotation:
-        """The angles of one step's tokens.
+        """The angles of a step's tokens.
 
-        positions: int32 or int64 [T]; prompt_lens: the same, its sequence's prompt length of each
-        token, or None where `uses_prompt_lens` is False.
+        positions: int32 or int64 [T]. prompt_lens: the prompt length of each token's sequence,
+        int32 or int64 [T]; None unless `uses_prompt_lens`.
         """
         ...
 
 
 class StaticRotary:
-    """A table of all positions; a token's row is its position."""
+    """A table of all positions. A token's row is its position."""
 
     uses_prompt_lens = False
 
     def __init__(self, inv_freq: torch.Tensor, scaling: float, head_dim: int, build: Build) -> None:
-        """inv_freq: float32 [rotary_dim / 2]; scaling multiplies cosines and sines (yarn)."""
+        """inv_freq: float32 [rotary_dim / 2]. scaling: multiplies cosines and sines (YaRN)."""
         self._table = _table(inv_freq, scaling, head_dim, build).to(build.device)
 
     def rotation(self, positions: torch.Tensor, prompt_lens: torch.Tensor | None) -> Rotation:
@@ -101,7 +102,8 @@ class StaticRotary:
 
 
 class LongRotary:
-    """Two tables of all positions: of sequences within the window, and of longer ones."""
+    """longrope: two tables of all positions, for sequences within the window and for longer
+    ones."""
 
     uses_prompt_lens = True
 
@@ -109,7 +111,7 @@ class LongRotary:
         self, frequencies: list[torch.Tensor], scaling: float, window: int, head_dim: int,
         build: Build,
     ) -> None:  # fmt: skip
-        """frequencies: of either table, as `StaticRotary` has them."""
+        """frequencies: of the two tables, as for `StaticRotary`."""
         tables = [_table(inv_freq, scaling, head_dim, build) for inv_freq in frequencies]
         self._table = torch.cat(tables).to(build.device)
         self._window = window
@@ -122,7 +124,8 @@ class LongRotary:
 
 
 class DynamicRotary:
-    """One row per token of the step, its base grown by its sequence's length past the window."""
+    """Dynamic NTK: a table with a row per token, whose base grows with its sequence's length beyond
+    the window."""
 
     uses_prompt_lens = True
 
@@ -151,9 +154,9 @@ def build_rotary(
     order: HeadOrder | None = None,
     layer_type: str | None = None,
 ) -> Rotary:
-    """The variant that `rope_parameters` asks for, or its entry of a type of layers.
+    """The variant of `rope_parameters`, or of its entry for a layer type.
 
-    Raises `UnsupportedModelError` naming what is not supported.
+    Raises `UnsupportedModelError` naming the parameter that is not supported.
     """
     parameters: dict[str, Any] = config.hf_config.rope_parameters or {}
     if layer_type is not None:
@@ -193,13 +196,13 @@ def build_rotary(
 
 
 def no_rotary(head_dim: int, build: Build) -> Rotary:
-    """For layers without positions: every angle is 0."""
+    """For layers without positions: all angles are 0."""
     return StaticRotary(torch.zeros(head_dim // 2), 1.0, head_dim, build)
 
 
 def _table(inv_freq: torch.Tensor, scaling: float, head_dim: int, build: Build) -> torch.Tensor:
     """Cosines and sines of all positions: float32 [max_model_len, head_dim]."""
-    # Arithmetic on the meta device imports torch's compiler: seconds, and a thousand modules.
+    # Arithmetic on the meta device would import torch's compiler, which takes seconds.
     device = torch.device("cpu") if build.device.type == "meta" else build.device
     positions = torch.arange(build.max_model_len, device=device)
     angles = positions[:, None].float() * inv_freq.to(device)

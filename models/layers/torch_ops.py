@@ -1,6 +1,6 @@
-"""`Ops` in plain torch: the CPU path and the reference that kernels are tested against.
+"""`Ops` in torch: for CPUs, and as the reference for kernels.
 
-Rounding follows transformers' models: in bfloat16 and float16 the norm is computed in float32 and
+It rounds as transformers' models do: in bfloat16 and float16 a norm is computed in float32 and
 rounded before the multiplication by its weight.
 """
 
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from asyncllm.attention.heads import inverse_rms, rms_norm
+from asyncllm.kernels.all_reduce import RowSums
 from asyncllm.models.layers.ops import (
     SILU,
     Activation,
@@ -26,8 +27,8 @@ from asyncllm.models.layers.ops import (
 
 
 class TorchOps(Ops):
-    """Stateless and unfused. Works in place where it can: on a CPU a large new tensor costs more
-    than its arithmetic."""
+    """Stateless and unfused. It works in place where possible: on a CPU a large new tensor costs
+    more than its arithmetic."""
 
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return rms_norm(x, norm.weight, norm.eps, norm.centered)
@@ -49,7 +50,14 @@ class TorchOps(Ops):
     ) -> torch.Tensor:
         return grouped_experts(x.values, weights, routed, adapters)
 
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> Normed:
+    def add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        norm: Norm,
+        sums: RowSums | None = None,
+    ) -> Normed:
+        assert sums is None, "a mesh has them only where there are CUDA kernels"
         if norm.centered or norm.weight.dtype != x.dtype:
             return Normed(self.rms_norm(residual.add_(x), norm))
         residual32 = residual.add_(x).float()
@@ -80,10 +88,10 @@ def grouped_experts(
     routed: Routed,
     adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
-    """The sum of each token's experts by their gates, by two grouped products over sorted rows:
-    [T, hidden_size] -> the same shape, a new tensor.
+    """`Ops.experts` by two grouped GEMMs over sorted rows: [T, hidden_size] -> the same shape, a
+    new tensor.
 
-    Where an expert's rows end is known on the device alone, so this can be captured.
+    The ends of experts' rows are known on the device only, so this can be captured.
     """
 
     def compute(
@@ -112,9 +120,9 @@ def by_expert(
     num_experts: int,
     compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """The sum of each token's experts by their gates: [T, hidden_size] -> the same shape.
+    """The sum of each token's experts, weighted by gates: [T, hidden_size] -> the same shape.
 
-    compute: of rows sorted by expert [T * k, hidden_size], where each expert's rows end int32
+    compute: takes rows sorted by expert [T * k, hidden_size], the end of each expert's rows, int32
     [experts], and each row's expert and token.
     """
     top_k = routed.ids.shape[1]
@@ -147,7 +155,7 @@ def route(logits: torch.Tensor, correction: torch.Tensor | None, routing: Routin
 
 
 def _in_best_groups(choice: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """[T, experts] -> bool of the same shape."""
+    """Which experts are in the best groups: bool [T, experts]."""
     groups = choice.unflatten(1, (routing.num_groups, -1))
     num_best = 2 if routing.group_score == "two" else 1
     best = groups.topk(num_best, dim=-1).values.sum(-1).topk(routing.top_groups, dim=-1).indices

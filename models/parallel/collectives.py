@@ -6,21 +6,29 @@ one of its own. NCCL has not been run on several GPUs (docs/log/ranks.md).
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import threading
 from collections import deque
 from datetime import timedelta
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed
 
+from asyncllm.kernels.all_reduce import RANKS, PeerSums, RowSums
 from asyncllm.mesh_config import MeshConfig
+
+logger = logging.getLogger("asyncllm")
 
 _c10d: Any = distributed  # whose stubs lack much of it
 # Of one call. Whoever supervises the ranks ends those that are late, and so the others' calls; that
 # this has passed says that nobody does.
 TIMEOUT = timedelta(hours=1)
+CLOSE_SECONDS = 5.0
 
 
 def open_store(num_ranks: int, listener: socket.socket) -> Any:
@@ -51,7 +59,15 @@ class CollectiveMesh:
     send to each other, each has a group of its own to send by.
     """
 
-    def __init__(self, config: MeshConfig, store: Any, host: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: MeshConfig,
+        store: Any,
+        host: str,
+        device: torch.device,
+        row_size: int | None = None,
+    ) -> None:
+        """row_size: numbers of the rows that kernels are to sum, 16 bits each; None: none are."""
         self.config = config
         self.num_calls = self.num_common_calls = 0
         self._device = device
@@ -64,17 +80,50 @@ class CollectiveMesh:
         if config.pp > 1 and device.type == "cuda":
             odd = _c10d.PrefixStore("odd stages", store)
             self._odd = make(odd, config.rank, config.size, host)
+        self._closing: threading.Thread | None = None
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
         self.least(0)  # NCCL connects at the first call, which must not be a captured one
+        self.sums = None if row_size is None else self._share_memory(store, row_size)
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        self._finish(self._stage.allreduce([x]))
+        if (sums := self.row_sums(x)) is not None:
+            from asyncllm.kernels.all_reduce.kernel import all_reduce  # slow to import: Triton
+
+            all_reduce(x, sums)
+        else:
+            self._finish(self._stage.allreduce([x], _in_stream(_c10d.AllreduceOptions())))
         return x
+
+    def row_sums(self, x: torch.Tensor) -> RowSums | None:
+        sums = None if self.sums is None else self.sums.find(x)
+        if sums is not None:
+            self.num_calls += 1
+        return sums
+
+    def _share_memory(self, store: Any, row_size: int) -> PeerSums | None:
+        """With the stage's other ranks, where they are on one host and reach each other."""
+        tp, place = self.config.tp, self.config.place
+        names = (f"memory {self.config.stage} {number}" for number in count())
+
+        def exchange(ours: bytes) -> list[bytes]:
+            name = next(names)
+            store.set(f"{name} {place}", b" " + ours)
+            return [bytes(store.get(f"{name} {peer}"))[1:] for peer in range(tp)]
+
+        own = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+        if tp not in RANKS or any(host != own for host in exchange(own)):
+            return None
+        try:
+            return PeerSums(place, tp, row_size, self._device, exchange)
+        except OSError as error:
+            logger.info("falling back to NCCL for sums of few rows: %s", error)
+            return None
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         rows, columns = x.shape
         every = x.new_empty(self.config.tp * rows, columns)
-        self._finish(self._stage._allgather_base(every, x.contiguous()))
+        options = _in_stream(_c10d.distributed_c10d.AllgatherOptions())
+        self._finish(self._stage._allgather_base(every, x.contiguous(), options))
         return every.view(-1, rows, columns).transpose(0, 1).reshape(rows, -1)
 
     def send(self, x: torch.Tensor) -> None:
@@ -105,7 +154,7 @@ class CollectiveMesh:
         return x
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        self._finish(self._stage.broadcast(x, 0))
+        self._finish(self._stage.broadcast([x], _in_stream(_c10d.BroadcastOptions())))
         if self.config.pp == 1:
             self.num_common_calls += 1
         return x
@@ -120,7 +169,8 @@ class CollectiveMesh:
         return (self.config.rank + num_stages * self.config.tp) % self.config.size
 
     def _finish(self, call: Any) -> None:
-        call.wait()
+        if call is not None:  # NCCL's, in the current stream
+            call.wait()
         self.num_calls += 1
 
     def limit(self, seconds: float) -> None:
@@ -131,12 +181,31 @@ class CollectiveMesh:
 
     def close(self) -> None:
         """Ends calls that wait, with an error. From any thread."""
+        if self.sums is not None:
+            self.sums.end_waiting()
+        # NCCL's returns when no graph is left that has calls of it.
+        self._closing = threading.Thread(target=self._abort, name="asyncllm-mesh", daemon=True)
+        self._closing.start()
+
+    def _abort(self) -> None:
         for group in self._groups:
             group.abort()
+
+    def wait_closed(self) -> None:
+        """After `close`, and when captured graphs are gone: until threads have ended and memory is
+        given back, or for CLOSE_SECONDS."""
+        if self._closing is not None:
+            self._closing.join(CLOSE_SECONDS)
 
     @property
     def _groups(self) -> set[Any]:
         return {self._all, self._stage, self._odd}
+
+
+def _in_stream(options: Any) -> Any:
+    """NCCL's kernel among those of the current stream, without events to another and back."""
+    options.asyncOp = False
+    return options
 
 
 def _gloo(store: Any, rank: int, num_ranks: int, host: str) -> Any:

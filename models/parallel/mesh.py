@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from asyncllm.kernels.all_reduce import RowSums
 from asyncllm.mesh_config import MeshConfig
 
 
@@ -22,6 +23,11 @@ class Mesh(Protocol):
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of the stage's tensors, in place; equal to the last bit on all its ranks."""
+        ...
+
+    def row_sums(self, x: torch.Tensor) -> RowSums | None:
+        """How a kernel of the caller's is to add up the stage's tensors x [T, size], instead of
+        `reduce`; None: there is no way. Only what `reduce` would have done may be done by it."""
         ...
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -56,6 +62,9 @@ class Alone:
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+    def row_sums(self, x: torch.Tensor) -> None:
+        return None
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return x

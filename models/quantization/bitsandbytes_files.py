@@ -1,6 +1,6 @@
-"""bitsandbytes: nf4 in blocks of a flat matrix, and int8 rows.
+"""bitsandbytes: nf4 in blocks of the flattened matrix, and int8 by rows.
 
-Its int8 method computes some products in 16 bits, by their size; here all inputs are.
+Its LLM.int8() quantises most inputs too; here all inputs stay in 16 bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from asyncllm.models.quantization.file_config import Keys, named_by
 from asyncllm.models.quantization.fp8_files import ReaderOf
 from asyncllm.models.quantization.method import Matrix, Reader, Source
 from asyncllm.models.quantization.scheme import CODE_VALUES, Scheme
-from asyncllm.models.quantization.sources import Header, checked
+from asyncllm.models.quantization.sources import Header, check_groups, checked
 
 BLOCK = 64
 INT8_MAX = 127.0
@@ -57,8 +57,7 @@ def _check_row_major(weight_format: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _nf4_sources(header: Header, name: str, rows: int, columns: int) -> Iterator[Source]:
-    if columns % BLOCK:
-        raise ModelLoadError(f"{name}: blocks of {BLOCK} do not divide its {columns} columns")
+    check_groups(name, columns, BLOCK)
     kept: dict[str, Any] = {}
     num_blocks = rows * columns // BLOCK
     suffix = "weight.quant_state.bitsandbytes__nf4"

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from asyncllm.errors import ModelLoadError
 from asyncllm.models.quantization.file_config import Keys, targeted_by
 from asyncllm.models.quantization.fp8_files import ReaderOf, block_sources
 from asyncllm.models.quantization.method import Matrix, Reader, Source
@@ -18,6 +17,8 @@ from asyncllm.models.quantization.sources import (
     WORD_BITS,
     ActOrder,
     Header,
+    check_exponents,
+    check_groups,
     checked,
     fp8_weight,
     input_scale,
@@ -33,7 +34,7 @@ MXFP4_GROUP = 32
 
 
 class Layout(NamedTuple):
-    """The facts, besides its scheme, that the sources of a group of layers depend on."""
+    """The facts that the sources of a group of layers depend on, besides its scheme."""
 
     packed: bool
     strategy: str
@@ -82,7 +83,8 @@ def _reader(group: Keys, default_format: str | None, header: Header) -> Reader:
         if not symmetric:
             raise weights.error("symmetric", "must be true for type float")
         if strategy == "block":
-            block = _block(weights)
+            if (block := weights.block("block_structure")) is None:
+                raise weights.error("block_structure", "must be given with strategy 'block'")
             scheme = Scheme("fp8", block[1], activations=activations)
             return Reader(scheme, partial(block_sources, block, "weight_scale"))
         scheme = Scheme("fp8", columns, activations=activations)
@@ -104,23 +106,11 @@ def _activations(group: Keys, kind: str) -> Activations | None:
     return "dynamic" if keys.one_of("dynamic", (True, False), False) else "static"
 
 
-def _block(weights: Keys) -> tuple[int, int]:
-    block = weights.get("block_structure")
-    if not isinstance(block, list) or [type(size) for size in block] != [int, int]:
-        raise weights.error("block_structure", "must be two integers")
-    if min(block) < 1:
-        raise weights.error("block_structure", "must be two positive integers")
-    return block[0], block[1]
-
-
 def _sources(
     scheme: Scheme, layout: Layout, name: str, rows: int, columns: int
 ) -> Iterator[Source]:
     groups = scheme.num_groups(columns)
-    if columns % (scheme.group or columns):
-        raise ModelLoadError(
-            f"{name}: group_size {scheme.group} does not divide its {columns} columns"
-        )
+    check_groups(name, columns, scheme.group)
     order = ActOrder(columns, scheme.group, is_sorted=not scheme.has_order)
     if layout.has_g_idx:
         yield order.source("weight_g_idx")
@@ -147,7 +137,7 @@ def _sources(
 
 
 def _packed_weight(scheme: Scheme, order: ActOrder, rows: int, columns: int) -> Source:
-    """Rows of words, of which the last may be padded."""
+    """Rows of int32 words; the last word of a row may be padded."""
     bits = scheme.bits
     num_words = -(-columns * bits // WORD_BITS)
 
@@ -170,7 +160,7 @@ def _shape(rows: int, columns: int) -> Source:
 def _scale(
     scheme: Scheme, layout: Layout, name: str, rows: int, groups: int, scales: list[torch.Tensor]
 ) -> Source:
-    """Also keeps the scale, of [rows, groups], for the zero points that come after it."""
+    """Appends the scale [rows, groups] to `scales`, for the zero points that are read after it."""
     if layout.strategy == "group":
         source = Source("weight_scale", (rows, groups), torch.float32, ("scale",), _checked)
     else:
@@ -210,15 +200,12 @@ def _zero_point(
 
 
 def _mxfp4_sources(scheme: Scheme, name: str, rows: int, columns: int) -> Iterator[Source]:
-    if columns % MXFP4_GROUP:
-        raise ModelLoadError(f"{name}: groups of {MXFP4_GROUP} do not divide {columns} columns")
+    check_groups(name, columns, MXFP4_GROUP)
     matrix = Matrix(columns=2)
     yield Source("weight_packed", (rows, columns // 2), torch.uint8, ("weight",), matrix=matrix)
 
     def convert(exponents: torch.Tensor) -> list[torch.Tensor]:
-        if bool((exponents == 255).any()):
-            raise ValueError("holds 255, which is NaN")
-        return [torch.exp2(exponents.float() - E8M0_BIAS)]
+        return [torch.exp2(check_exponents(exponents).float() - E8M0_BIAS)]
 
     shape = rows, columns // MXFP4_GROUP
     yield Source("weight_scale", shape, torch.uint8, ("scale",), convert)

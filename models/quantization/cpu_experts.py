@@ -1,7 +1,7 @@
-"""Products with quantised experts by torch: on a CPU one expert after the other.
+"""Quantised experts by torch: on a CPU, one expert after the other.
 
-On a GPU, in float32 or for groups that our kernels do not take, all are dequantised for each
-product, whose shapes then do not depend on who takes what.
+On a GPU (in float32, or for groups that our kernels do not support) all experts are dequantised for
+each product, so that shapes do not depend on the routing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from asyncllm.models.layers.experts_method import ExpertsShape
 from asyncllm.models.layers.linear_method import Weights, put
 from asyncllm.models.layers.ops import ExpertWeights, Normed, Routed
 from asyncllm.models.layers.torch_ops import grouped_experts, swiglu
-from asyncllm.models.quantization.cpu_kernel import CpuKernel
+from asyncllm.models.quantization.cpu_kernel import CpuQuantKernel
 from asyncllm.models.quantization.scheme import Scheme, dequantize
 
 PRODUCTS = ("gate_up", "down")
@@ -22,7 +22,7 @@ class CpuExperts:
     columns_multiple = 1
 
     def __init__(self) -> None:
-        self._kernel = CpuKernel()
+        self._kernel = CpuQuantKernel()
 
     def prepare(self, scheme: Scheme, shape: ExpertsShape, weights: Weights) -> None:
         for product in PRODUCTS:
@@ -63,7 +63,7 @@ class CpuExperts:
 
 
 def _expert(weights: Weights, product: str, shape: ExpertsShape, expert: int) -> Weights:
-    """One expert's part of a product, as a linear layer's weights."""
+    """An expert's part of a product, as weights of a linear layer."""
     found, start = {}, f"{product}."
     for name, weight in weights.items():
         if name.startswith(f"{start}each."):
@@ -77,7 +77,7 @@ def _expert(weights: Weights, product: str, shape: ExpertsShape, expert: int) ->
 def experts_of_matrices(
     shape: ExpertsShape, weights: Weights, gate_up: torch.Tensor, down: torch.Tensor
 ) -> ExpertWeights:
-    """Of matrices of all experts' rows, and the biases."""
+    """gate_up, down: the rows of all experts, as weights are stored."""
 
     def matrix(rows: torch.Tensor) -> torch.Tensor:
         return rows.unflatten(0, (shape.num_experts, -1)).contiguous()

@@ -1,8 +1,8 @@
-"""Products with quantised matrices on a CPU, by torch's own kernels for them.
+"""GEMMs with quantised matrices on a CPU, by torch's kernels.
 
 `_weight_int4pack_mm` and `_weight_int8pack_mm` multiply 16 bits by 4 or 8, `_int_mm` int8 by int8.
-What none of them takes (other codes, other groups and sizes) is dequantised for each product. So is
-e4m3, and all in float32: there torch's kernels do 1e8 to 1e9 multiplications a second
+All other codes, groups and sizes are dequantised for each product, as are e4m3 and models in
+float32, where torch's kernels only do 1e8 to 1e9 multiplications a second
 (docs/log/quantization.md).
 """
 
@@ -22,12 +22,12 @@ from asyncllm.models.quantization.scheme import (
     unpack,
 )
 
-INT4_GROUPS = (32, 64, 128, 256)  # that `_weight_int4pack_mm` takes
-HALF_SCALE = 256.0  # by the difference of the exponents' biases
-INT4_ROWS = 16  # and of which the rows must be a multiple
+INT4_GROUPS = (32, 64, 128, 256)  # group sizes that `_weight_int4pack_mm` supports
+INT4_ROWS = 16  # it needs a multiple of this many rows
+HALF_SCALE = 256.0  # from the difference of the exponents' biases
 
 
-class CpuKernel:
+class CpuQuantKernel:
     def prepare(self, scheme: Scheme, weights: Weights) -> None:
         rows, is_half = len(weights["weight"]), weights["scale"].dtype.itemsize == 2
         takes = scheme.group in INT4_GROUPS and rows % INT4_ROWS == 0 and is_half
@@ -37,7 +37,7 @@ class CpuKernel:
             offset = weights.get("offset", torch.zeros_like(scale))
             put(weights, "packed", torch._convert_weight_to_int4pack_for_cpu(codes, 1))
             put(weights, "scale_offset", torch.stack((scale.T, offset.T), dim=2).contiguous())
-        if scheme.activations == "static":  # of parts that were measured alone: none may be cut off
+        if scheme.activations == "static":  # merged parts have different scales: take the largest
             weights["input_scale"].fill_(weights["input_scale"].max())
 
     def in_bytes(self, scheme: Scheme, weights: Weights) -> torch.dtype | None:
@@ -54,7 +54,7 @@ class CpuKernel:
 
 
 def _product(scheme: Scheme, weights: Weights, values: torch.Tensor) -> torch.Tensor:
-    """Without the bias."""
+    """The product without the bias."""
     weight, scale = weights["weight"], weights["scale"]
     if "order" in weights:
         values = values[:, weights["order"][0]]
@@ -82,8 +82,8 @@ def _product(scheme: Scheme, weights: Weights, values: torch.Tensor) -> torch.Te
 
 
 def as_half(weight: torch.Tensor) -> torch.Tensor:
-    """e4m3 divided by HALF_SCALE, exactly, as float16: the bits of one lie in those of the other.
-    torch's conversion takes ten times as long."""
+    """e4m3 / HALF_SCALE in float16, exactly, by shifting bits: ten times as fast as torch's
+    conversion."""
     bits = weight.view(torch.int8).to(torch.int16) << 7  # the sign is in two places
     return bits.bitwise_and_(~0x4000).view(torch.float16)
 
@@ -91,7 +91,7 @@ def as_half(weight: torch.Tensor) -> torch.Tensor:
 def quantize_activations(
     scheme: Scheme, weights: Weights, x: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [T, columns] in 8 bits, and the scale of each token, float32 [T, 1]."""
+    """x [T, columns] in 8 bits, and a scale per token, float32 [T, 1]."""
     if scheme.activations == "dynamic":
         return quantize_rows(scheme.kind, x)
     scale = weights["input_scale"][0]

@@ -1,5 +1,4 @@
-"""Products with quantised experts on CUDA: the kernel of those in 16 bits, which makes numbers of
-codes in registers."""
+"""Quantised experts on CUDA, by the kernel of 16-bit experts, which dequantises in registers."""
 
 from __future__ import annotations
 
@@ -9,22 +8,22 @@ import torch
 
 from asyncllm.kernels.experts.kernel import WIDTH_MULTIPLE, experts_of
 from asyncllm.kernels.quant_gemm.matrix import Quantized, dequantize
-from asyncllm.kernels.quant_gemm.product import CHUNK
+from asyncllm.kernels.quant_gemm.words import CHUNK
 from asyncllm.models.layers.experts_method import ExpertsShape
 from asyncllm.models.layers.linear_method import Weights
 from asyncllm.models.layers.ops import ExpertWeights, Normed, Routed
 from asyncllm.models.layers.torch_ops import grouped_experts
 from asyncllm.models.quantization.cpu_experts import PRODUCTS, CpuExperts, experts_of_matrices
-from asyncllm.models.quantization.cuda_kernel import CudaKernel, takes_groups
+from asyncllm.models.quantization.cuda_kernel import CudaQuantKernel, takes_groups
 from asyncllm.models.quantization.scheme import Scheme
 
 
 class CudaExperts:
     columns_multiple = CHUNK
 
-    def __init__(self, kernel: CudaKernel) -> None:
+    def __init__(self, kernel: CudaQuantKernel) -> None:
         self._kernel = kernel
-        self._by_torch = CpuExperts()  # of the form as it is in files
+        self._by_torch = CpuExperts()  # for weights that the kernel does not support
 
     def prepare(self, scheme: Scheme, shape: ExpertsShape, weights: Weights) -> None:
         if _takes(scheme, shape):

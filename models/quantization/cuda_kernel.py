@@ -1,12 +1,12 @@
-"""Products with quantised matrices on CUDA.
+"""GEMMs with quantised matrices on CUDA.
 
-1 row               weights in 8 or 4 bits times 16-bit inputs, with what ends the product
-some rows           the same through tensor cores
-more rows           FP8 by rows: cuBLAS, inputs in e4m3; int8 by rows, of many: cuBLAS, inputs in
-                    int8; what else there is becomes a matrix in 16 bits, for cuBLAS
+1 row        8- or 4-bit weights times 16-bit inputs, with a fused epilogue
+some rows    the same, on tensor cores
+more rows    FP8 by rows: cuBLAS with inputs in e4m3; int8 by rows, many rows: cuBLAS with inputs in
+             int8; others: dequantised to 16 bits, for cuBLAS
 
-Fewer rows never have their inputs quantised where that would save nothing: they are more exact.
-Groups of other sizes than `takes_groups` says are dequantised by torch for each product.
+Inputs are not quantised for few rows, where that saves no time: this is more exact. Matrices whose
+groups `takes_groups` excludes are dequantised by torch for each product.
 """
 
 from __future__ import annotations
@@ -23,23 +23,22 @@ from asyncllm.kernels.quant_gemm.matrix import (
     Quantized,
     dequantize,
     quantize_rows,
-    to_words,
 )
-from asyncllm.kernels.quant_gemm.product import CHUNK
 from asyncllm.kernels.quant_gemm.skinny_gemm import skinny_gemm
+from asyncllm.kernels.quant_gemm.words import CHUNK, TILE_ROWS, num_words, to_words
 from asyncllm.models.layers.linear_method import Weights, put
 from asyncllm.models.layers.ops import Epilogue, FusedProducts, Norm, Normed, Ops, Out
 from asyncllm.models.quantization.scheme import CODE_VALUES, FP8_MAX, Scheme, unpack
 from asyncllm.models.quantization.scheme import dequantize as dequantize_torch
 
-SOME_ROWS = 128  # above, a matrix in 16 bits pays
-PREPARED_ROWS = 4096  # at a time, for the sake of memory
-FP8_ALIGNMENT = 16  # of both sides of a matrix, in cuBLAS's FP8 and int8 products
-LEAST_GROUP = 16  # columns that tensor cores take together
+SOME_ROWS = 128  # with more, dequantising the matrix to 16 bits is faster
+PREPARED_ROWS = 4096  # at a time, to limit memory
+FP8_ALIGNMENT = 16  # of both dimensions of a matrix, for cuBLAS's FP8 and int8 GEMMs
+LEAST_GROUP = 16  # columns that a tensor core instruction takes
 
 
-class CudaKernel:
-    """dtype: the model's, of 16 bits."""
+class CudaQuantKernel:
+    """dtype: the model's, in 16 bits."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, ops: Ops | None = None) -> None:
         self._dtype = dtype
@@ -51,25 +50,25 @@ class CudaKernel:
     def prepare(self, scheme: Scheme, weights: Weights) -> None:
         weight = weights["weight"]
         if scheme.bits == 4 and takes_groups(scheme):
-            columns = weight.shape[1] * 2
-            if columns % CHUNK == 0:
+            rows, columns = len(weight), weight.shape[1] * 2
+            if rows % TILE_ROWS == 0 and columns % CHUNK == 0:
                 words = weight.view(torch.int32)
-            else:  # a reload writes the form again, so it stays
-                shape = len(weight), -(-columns // CHUNK) * CHUNK // 8
+            else:  # `weight` is kept, as a reload writes it again
+                shape = num_words(rows, columns)
                 words = put(weights, "words", weight.new_zeros(shape, dtype=torch.int32))
-            for rows, target in zip(
+            for part, target in zip(
                 weight.split(PREPARED_ROWS), words.split(PREPARED_ROWS), strict=True
             ):
-                codes = F.pad(unpack(rows), (0, -columns % CHUNK))
-                target.copy_(to_words(codes))
-        if scheme.activations == "static":  # of parts that were measured alone: none may be cut off
+                target.copy_(to_words(unpack(part)))
+        if scheme.activations == "static":  # merged parts have different scales: take the largest
             weights["input_scale"].fill_(weights["input_scale"].max())
 
     def matrix(self, scheme: Scheme, weights: Weights) -> Quantized:
         weight, group = weights["weight"], scheme.group
         columns = weight.shape[1] * 8 // scheme.bits
         if scheme.bits == 4:
-            weight = weights["words"] if "words" in weights else weight.view(torch.int32)
+            words = weights.get("words")
+            weight = weight.view(torch.int32) if words is None else words[: len(weight)]
         if scheme.has_offset and group is None:
             group = -(-columns // CHUNK) * CHUNK
         scale = weights["scale"]
@@ -88,7 +87,7 @@ class CudaKernel:
         by_row = scheme.group is None and not scheme.has_order and _aligned(weights)
         if not by_row or scheme.activations is None:
             return None
-        if scheme.kind == "fp8":  # a static scale is not a row's
+        if scheme.kind == "fp8":  # a static scale is not per row
             return torch.float8_e4m3fn if scheme.activations == "dynamic" else None
         return torch.int8 if scheme.kind == "int8" else None
 
@@ -148,7 +147,7 @@ class CudaKernel:
 
 @dataclass(frozen=True, slots=True)
 class _InKernel(FusedProducts):
-    """One quantised matrix in place of each product's weight."""
+    """Fused products with a quantised matrix instead of the `weight` argument."""
 
     matrix: Quantized
 
@@ -173,7 +172,7 @@ class _InKernel(FusedProducts):
 
 
 def takes_groups(scheme: Scheme) -> bool:
-    """Whether our kernels multiply by groups of this size."""
+    """Whether our kernels support the group size."""
     if scheme.group is None or scheme.group % CHUNK == 0:
         return True
     if scheme.bits == 4:
@@ -182,14 +181,14 @@ def takes_groups(scheme: Scheme) -> bool:
 
 
 def _ordered(weights: Weights, x: Normed) -> Normed:
-    """The input's columns in the order of the weight's."""
+    """The input with its columns in the weight's order."""
     if "order" not in weights:
         return x
     return Normed(x.values[:, weights["order"][0]], x.squares, x.eps)
 
 
 def _in_fp8(scheme: Scheme, weights: Weights, num_rows: int) -> bool:
-    """Whether inputs are quantised, too."""
+    """Whether inputs are quantised to e4m3, too."""
     is_by_row = (
         scheme.kind == "fp8"
         and scheme.group is None

@@ -1,13 +1,12 @@
-"""Quantised experts: all of a layer's in one form, and a product with each by a kernel.
+"""Quantised experts: storage, loading and products. All experts of a layer share tensors.
 
-    gate_up.*   the form (scheme.py) of [experts * 2 * size, hidden_size], an expert's gates before
-                its ups
-    down.*      that of [experts * hidden_size, size]
+    gate_up.*   [experts * 2 * size, hidden_size] as scheme.py stores it; an expert's gate rows come
+                before its up rows
+    down.*      [experts * hidden_size, size]
 
-What fills them follows from the family's own list for 16 bits: the rows that a tensor fills there
-are those that its quantised tensors fill here. Of these a rank keeps its own, cut from what a
-reader makes of a tensor; the tensors of other ranks' experts it does not read. Inputs stay in 16
-bits, whatever a checkpoint says.
+The family's list of `Load`s for 16-bit experts tells which rows a quantised tensor fills. A rank
+keeps its own rows of what a reader makes of a tensor, and does not read tensors of other ranks'
+experts. Inputs stay in 16 bits, whatever the checkpoint says.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ from asyncllm.models.quantization.scheme import Scheme
 
 
 class ExpertsKernel(Protocol):
-    """Products with one layer's experts on one device.
+    """Products with a layer's experts on one device.
 
-    columns_multiple: to which the columns of codes of four bits are filled up in memory.
+    columns_multiple: the columns of 4-bit codes are padded to a multiple of this in memory.
     """
 
     columns_multiple: int
 
     def prepare(self, scheme: Scheme, shape: ExpertsShape, weights: Weights) -> None:
-        """Add to `weights` what products need besides the form; again after a reload, in place."""
+        """Add derived tensors that products need to `weights`; after a reload in place."""
         ...
 
     def apply(
@@ -59,13 +58,13 @@ class ExpertsKernel(Protocol):
     def dequantized(
         self, scheme: Scheme, shape: ExpertsShape, weights: Weights, dtype: torch.dtype
     ) -> ExpertWeights:
-        """All experts in the model's dtype, of weights that are prepared."""
+        """All experts in the model's dtype. weights: prepared ones."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FamilyLoads:
-    """A family's list of what fills its experts in 16 bits, and those weights without memory."""
+    """A family's loads of its 16-bit experts, and these weights on the meta device."""
 
     weights: ExpertWeights
     loads: list[Load]
@@ -84,7 +83,7 @@ class FamilyLoads:
         return cls(weights, list(shape.load(name, weights, shape.share(MeshConfig()))))
 
     def target(self, load: Load) -> str:
-        """The name of the weight of which a load fills a part."""
+        """The name of the weight that a load fills, or a part of it."""
         for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
             weight = getattr(self.weights, name)
             if weight is not None and _same_storage(weight, load.view):
@@ -93,7 +92,7 @@ class FamilyLoads:
 
     @property
     def layers(self) -> list[str]:
-        """The checkpoint's names of all that is multiplied by."""
+        """The checkpoint's names of all matrices."""
         return [_layer(load) for load in self.loads if not self.target(load).endswith("bias")]
 
 
@@ -106,7 +105,7 @@ def _layer(load: Load) -> str:
 
 
 def _checked_only(source: Source) -> Source:
-    """Read what is not used, for the sake of its checks."""
+    """A source that is only read for its checks."""
     convert = source.convert
     assert convert is not None
 
@@ -119,10 +118,9 @@ def _checked_only(source: Source) -> Source:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnRows:
-    """A rank's share of one product's matrix: these of all experts' rows, ascending, and these
-    columns of each."""
+    """A rank's part of a matrix of all experts: some of its rows, ascending, and some columns."""
 
-    experts: range  # those that it reads of a tensor of several
+    experts: range  # the ones to read from a tensor of several experts
     rows: torch.Tensor
     columns: slice
     is_whole: bool
@@ -138,15 +136,15 @@ class OwnRows:
         return cls(range(shape.num_experts)[share.experts], own, columns, share.is_whole)
 
     def among(self, first: int, num_rows: int) -> tuple[torch.Tensor, slice]:
-        """The places, among rows `first` and so on, of those that are kept, and where they lie in
-        the rank's own matrix."""
+        """This rank's share of the `num_rows` rows from `first` on: their indices among these, and
+        their place in the matrix of the rank."""
         ends = torch.tensor([first, first + num_rows])
         start, stop = torch.searchsorted(self.rows, ends).tolist()
         return self.rows[start:stop] - first, slice(start, stop)
 
     def part(self, source: Source, read: torch.Tensor, columns: int) -> tuple[slice, ...] | None:
-        """Where one expert's tensor of so many columns has the rows `read`, which `among` gave;
-        None: not by themselves."""
+        """The slices of an expert's tensor that hold the rows `read`, from `among`; None: they
+        cannot be read alone. columns: of the whole matrix."""
         rows = range(int(read[0]), int(read[-1]) + 1)
         if source.matrix is None or len(rows) > len(read):
             return None
@@ -261,14 +259,14 @@ class QuantizedExpertsMethod:
             yield replace(source_load(_layer(load), source, views, self.device), part=part)
 
     def _unread(self, name: str, file_shape: tuple[int, ...], dtype: torch.dtype) -> Load:
-        """Known to be in the file, and another rank's."""
+        """A tensor of another rank: expected in the file, but not read."""
         if not file_shape:
             return Load(name, torch.empty((), dtype=dtype, device=self.device))
         nothing = torch.empty((0, *file_shape[1:]), dtype=dtype, device=self.device)
         return Load(name, nothing, (slice(0),), file_shape=file_shape)
 
     def _width(self, field: str, columns: slice) -> int:
-        """The columns in memory of a weight, or of its scales, that a file fills."""
+        """The columns that a file fills of a weight, or of its scales, in memory."""
         scheme, size = self.scheme, columns.stop - columns.start
         return size * scheme.bits // 8 if field == "weight" else scheme.num_groups(size)
 
@@ -294,7 +292,7 @@ class QuantizedExpertsMethod:
         routed: Routed,
         adapters: ExpertAdapters | None,
     ) -> torch.Tensor:
-        if adapters is not None:  # which come between the products
+        if adapters is not None:  # they apply between the two GEMMs
             all_experts = self.kernel.dequantized(self.scheme, shape, weights, x.values.dtype)
             return grouped_experts(x.whole(), all_experts, routed, adapters)
         return self.kernel.apply(self.scheme, shape, weights, x, routed)

@@ -1,7 +1,7 @@
-"""`quantization_config` of a checkpoint: which linear layers are quantised, and in which layout.
+"""`quantization_config` of a checkpoint: which linear layers are quantised, and how.
 
-Each method's reader is made once per group of the configuration, so that the parts of one product
-share it. What is not served exactly is refused here, naming the key.
+There is one reader per group of the configuration, shared by the parts of merged layers. Settings
+that are not supported exactly are refused here, naming the key.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ MODELOPT_FILE = "hf_quant_config.json"
 
 
 class Keys:
-    """The keys of one method, each looked up once with its permitted values.
+    """Looks up and checks the keys of a configuration object.
 
-    `file` is for messages. Errors are `ModelLoadError`s that name the key and its value.
+    Errors are `ModelLoadError`s that name the file, the key and its value.
     """
 
     def __init__(self, content: Mapping[str, Any], file: Path, prefix: str) -> None:
@@ -46,13 +46,24 @@ class Keys:
         return value
 
     def size(self, key: str, default: int | None = None) -> int | None:
-        """A positive number of columns; -1 and null are None: all of them."""
+        """A positive number of columns. None, for all columns, if it is -1 or null."""
         value = self.get(key, default)
         if value is None or value == -1:
             return None
         if type(value) is not int or value < 1:
             raise self.error(key, "must be a positive integer, or -1 for whole rows")
         return value
+
+    def block(self, key: str) -> tuple[int, int] | None:
+        """Rows and columns of a block; None where the key is missing."""
+        block = self.get(key)
+        if block is None:
+            return None
+        if not isinstance(block, list) or not all(type(n) is int and n > 0 for n in block):
+            raise self.error(key, "must be two positive integers")
+        if len(block) != 2:
+            raise self.error(key, "must be two integers")
+        return block[0], block[1]
 
     def names(self, *keys: str) -> list[str]:
         """The lists under these keys, joined."""
@@ -82,7 +93,7 @@ class Keys:
 
 
 def quantization_keys(config: ModelConfig) -> tuple[str, Keys] | None:
-    """The method's name and its keys; None for a checkpoint that is not quantised."""
+    """The name of the quantisation method, and its keys; None if the checkpoint has none."""
     hf, file = config.hf_config, config.path / "config.json"
     content: Any = getattr(hf, "quantization_config", None)
     if content is None:
@@ -99,14 +110,15 @@ def quantization_keys(config: ModelConfig) -> tuple[str, Keys] | None:
 
 
 def _modelopt_keys(file: Path) -> tuple[str, Keys] | None:
-    """modelopt's own file, from before it wrote into config.json."""
+    """The configuration in modelopt's own file, as older versions write it."""
     if not file.is_file():
         return None
     return "modelopt", Keys(read_json_object(file), file, "").child("quantization")
 
 
 def named_by(names: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a layer is below one of these modules, named in full or by their last parts."""
+    """A test whether a layer is below one of these modules, named in full or by their last
+    parts."""
     patterns = [re.compile(rf"(.*\.)?{re.escape(name)}(\..*)?") for name in names]
     return lambda layer: any(pattern.fullmatch(layer) for pattern in patterns)
 

@@ -13,28 +13,25 @@ from asyncllm.models.quantization.scheme import Scheme
 from asyncllm.models.quantization.sources import (
     Header,
     checked,
-    expand_blocks,
     fp8_weight,
     input_scale,
     row_scale,
 )
 
-ReaderOf = Callable[[str], Reader | None]  # layer's name -> None: it is in 16 bits
+ReaderOf = Callable[[str], Reader | None]  # a layer's name -> its reader; None: it is in 16 bits
 MODELOPT_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
 MODELOPT_BLOCK = (128, 128)
 
 
 def fp8(keys: Keys, header: Header) -> ReaderOf:
     activations = keys.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
-    block = keys.get("weight_block_size")
+    block = keys.block("weight_block_size")
     if block is None:
         reader = _by_row(activations, header)
+    elif activations == "static":
+        raise keys.error("weight_block_size", "is not served with static activations")
     else:
-        if not isinstance(block, list) or not all(type(n) is int and n > 0 for n in block):
-            raise keys.error("weight_block_size", "must be two positive integers")
-        if len(block) != 2 or activations == "static":
-            raise keys.error("weight_block_size", f"is not served with {activations} activations")
-        reader = _by_block((block[0], block[1]), "weight_scale_inv")
+        reader = _by_block(block, "weight_scale_inv")
     is_left = named_by(keys.names("modules_to_not_convert", "ignored_layers"))
     return lambda name: None if is_left(name) else reader
 
@@ -50,7 +47,7 @@ def modelopt(keys: Keys, header: Header) -> ReaderOf:
 
 
 def _by_row(activations: str, header: Header) -> Reader:
-    """A scale for all of a layer, or for each of its rows."""
+    """One scale per tensor, or per row."""
     scheme = Scheme("fp8", activations="static" if activations == "static" else "dynamic")
     return Reader(scheme, partial(_row_sources, scheme, header))
 
@@ -65,7 +62,7 @@ def _row_sources(
 
 
 def _by_block(block: tuple[int, int], suffix: str) -> Reader:
-    """A scale for each block of rows and columns; those at the edges may be smaller."""
+    """One scale per block of rows and columns; blocks at the edges may be smaller."""
     scheme = Scheme("fp8", group=block[1], activations="dynamic")
     return Reader(scheme, partial(block_sources, block, suffix))
 
@@ -77,6 +74,6 @@ def block_sources(
     shape = -(-rows // block[0]), -(-columns // block[1])
 
     def convert(scale: torch.Tensor) -> list[torch.Tensor]:
-        return [expand_blocks(checked(scale), rows, block[0])]
+        return [checked(scale).repeat_interleave(block[0], dim=0)[:rows]]
 
     yield Source(suffix, shape, torch.float32, ("scale",), convert)

@@ -1,8 +1,8 @@
-"""A linear layer whose weights are in a `Scheme`: storage, loading, and the product by a kernel.
+"""The method of quantised linear layers: storage, loading, and the product by a kernel.
 
-A reader says which tensors of a file become which field of the form (`Source`); the method puts
-each into its rows of the merged layer. Weights lie in memory as scheme.py says, so that a reload
-writes the same storage; what a kernel needs besides is made by `finish`.
+A reader maps the tensors of a file to fields of the stored form (`Source`), and the method loads
+them into their rows of the merged layer. The form in memory is that of scheme.py, so a reload
+writes the same tensors. `finish` makes other tensors that a kernel needs.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from asyncllm.models.quantization.scheme import Scheme
 
 
 class Matrix(NamedTuple):
-    """How a file's tensor of two dimensions has a matrix of which a part may be converted alone:
-    so many rows, or columns, in each place of a dimension. Groups of columns are not cut."""
+    """The layout of a matrix in a two-dimensional tensor of a file, of which a part can be read and
+    converted alone. rows, columns: the number of matrix rows or columns per tensor element."""
 
     rows: int = 1
     columns: int | None = 1  # None: rows are converted whole
     is_transposed: bool = False
 
     def part(self, rows: range | None, columns: slice | None) -> tuple[slice, ...] | None:
-        """Where the file has these, None being all; None: not by themselves."""
+        """The slices of the tensor with these rows and columns (None: all); None: they cannot be
+        read alone."""
         found = []
         for wanted, each in ((rows, self.rows), (columns, self.columns)):
             if wanted is None:
@@ -45,13 +46,13 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One tensor of a file: `suffix` after the layer's name (and a dot, unless it begins with "_"
-    or is empty), its shape and dtype, and what becomes of it.
+    """A tensor of a file, and the fields that it is converted to.
 
-    convert: the contents of `fields`, in their order, [rows, ...] each; None: the tensor is the one
-    field. Without fields it only checks. Raises `ValueError` in the words that follow the tensor's
-    name. Sources are read in their order: a later one may use what an earlier one has kept.
-    matrix: where a rank can read its own part alone; None: all of it is read, and a part is kept.
+    suffix: follows the layer's name and a dot; without the dot if it begins with "_" or is empty.
+    convert: returns the contents of `fields`, in their order, [rows, ...] each; None: the tensor is
+    the only field. Without fields it only checks. Raises `ValueError` with a message that continues
+    after the tensor's name. Sources are read in order, so a later one may use results of an
+    earlier. matrix: lets a rank read its part alone; None: it reads all, and keeps its part.
     """
 
     suffix: str
@@ -64,11 +65,11 @@ class Source:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reader:
-    """The layout of linear layers in one file format.
+    """A file format of linear layers.
 
-    sources: (name, rows, columns) -> all tensors of a layer but its bias. Raises `ModelLoadError`
-    for sizes that the format cannot have. stacked: what is in place of a tensor that has several
-    experts in 16 bits; None: nothing is.
+    sources: (name, rows, columns) -> all tensors of a layer except its bias. Raises
+    `ModelLoadError` for sizes that the format does not allow. stacked: a family's load of several
+    16-bit experts -> the tensors that replace it; None: not supported.
     """
 
     scheme: Scheme
@@ -76,11 +77,11 @@ class Reader:
     stacked: Callable[[Load], Iterator[Source]] | None = None
 
 
-class Kernel(Protocol):
-    """Products with one layer's form on one device."""
+class QuantKernel(Protocol):
+    """Products with quantised weights on one device."""
 
     def prepare(self, scheme: Scheme, weights: Weights) -> None:
-        """Add to `weights` what products need besides the form; again after a reload, in place."""
+        """Add derived tensors that products need to `weights`; after a reload in place."""
         ...
 
     def in_bytes(self, scheme: Scheme, weights: Weights) -> torch.dtype | None:
@@ -88,13 +89,13 @@ class Kernel(Protocol):
         ...
 
     def product(self, scheme: Scheme, weights: Weights, x: Normed) -> torch.Tensor:
-        """[T, columns] -> [T, rows], a new tensor, with the bias where there is one."""
+        """[T, columns] -> [T, rows], a new tensor, including the bias."""
         ...
 
     def fused(
         self, scheme: Scheme, weights: Weights, x: Normed, epilogue: Epilogue[Out]
     ) -> Out | None:
-        """The epilogue of the product and its bias, by one kernel; None: there is none."""
+        """The product, its bias and the epilogue in one kernel; None: there is no such kernel."""
         ...
 
 
@@ -103,7 +104,7 @@ class QuantizedLinearMethod:
     """dtype: the model's, of scales, offsets and biases in memory."""
 
     reader: Reader
-    kernel: Kernel
+    kernel: QuantKernel
     dtype: torch.dtype
     device: torch.device
 
@@ -115,8 +116,7 @@ class QuantizedLinearMethod:
         scheme, rows, columns = self.scheme, shape.out_features, shape.num_columns
         self._check_columns(shape)
         groups = scheme.num_groups(columns)
-        # A scale for a whole row is multiplied to sums; those of groups to weights, in their dtype.
-        scale_dtype = torch.float32 if scheme.group is None or scheme.kind == "fp8" else self.dtype
+        scale_dtype = scheme.scale_dtype(self.dtype)
         sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "weight": ((rows, columns * scheme.bits // 8), scheme.dtype),
             "scale": ((rows, groups), scale_dtype),
@@ -149,7 +149,7 @@ class QuantizedLinearMethod:
         yield from bias_loads(shape, weights)
 
     def _check_columns(self, shape: LinearShape) -> None:
-        """Raises `ModelLoadError` where ranks cannot divide them."""
+        """Raises `ModelLoadError` if ranks cannot divide the columns."""
         columns = shape.shard.columns
         if columns is None:
             return
@@ -163,7 +163,7 @@ class QuantizedLinearMethod:
     def _shard(
         self, source: Source, shape: LinearShape, name: str
     ) -> tuple[Source, tuple[slice, ...]]:
-        """A rank's share: a part of the file's tensor, or of what the whole one becomes."""
+        """A rank's shard: a part of the file's tensor, or else of the converted tensor."""
         columns, ranges = shape.shard.columns, shape.rows(name)
         if source.matrix is not None and len(ranges) == 1:
             rows = None if columns is not None else range(shape.parts[name])[ranges[0]]
@@ -199,7 +199,7 @@ class QuantizedLinearMethod:
 
 
 def check_columns(scheme: Scheme, name: str, columns: slice, num_columns: int) -> None:
-    """A rank has these of them. Raises `ModelLoadError` where they end amid a group or a byte."""
+    """Raises `ModelLoadError` if a rank's columns do not end at a group and a byte."""
     unit = max(scheme.group or 1, 8 // scheme.bits)
     if columns.start % unit or columns.stop % unit:
         raise ModelLoadError(
@@ -209,7 +209,7 @@ def check_columns(scheme: Scheme, name: str, columns: slice, num_columns: int) -
 
 
 def place_of_columns(scheme: Scheme, field: str, columns: slice) -> slice:
-    """Where a field of the form has these columns, which `check_columns` has let through."""
+    """The slice of a field with these columns, which `check_columns` has accepted."""
     first, last = columns.start, columns.stop
     if field == "weight":
         return slice(first * scheme.bits // 8, last * scheme.bits // 8)
@@ -219,7 +219,7 @@ def place_of_columns(scheme: Scheme, field: str, columns: slice) -> slice:
 
 
 def converted(source: Source, cut: Callable[[str, torch.Tensor], torch.Tensor]) -> Source:
-    """The same source, of whose fields `cut` leaves a part."""
+    """The same source, with `cut` applied to its fields."""
 
     def convert(tensor: torch.Tensor) -> list[torch.Tensor]:
         made = [tensor] if source.convert is None else source.convert(tensor)
@@ -229,7 +229,7 @@ def converted(source: Source, cut: Callable[[str, torch.Tensor], torch.Tensor]) 
 
 
 def source_load(name: str, source: Source, views: list[torch.Tensor], device: torch.device) -> Load:
-    """views: of the source's fields."""
+    """The load of a source. views: of its fields."""
     transform = None
     if source.convert is not None:
         transform = partial(_fill, source.convert, views)
@@ -244,7 +244,7 @@ def source_load(name: str, source: Source, views: list[torch.Tensor], device: to
 
 
 def named(name: str, source: Source) -> str:
-    """A layer's tensor in the file."""
+    """The name of a layer's tensor in the file."""
     join = "" if source.suffix.startswith("_") or not source.suffix else "."
     return f"{name}{join}{source.suffix}"
 
@@ -254,8 +254,7 @@ def _fill(
     views: Sequence[torch.Tensor],
     tensor: torch.Tensor,
 ) -> torch.Tensor:
-    """A `Load`'s transform: the first view's contents. Where a tensor fills several, the others are
-    filled here, as a load has one."""
+    """A `Load.transform`: returns the first view's contents, and fills the other views."""
     made = convert(tensor)
     for view, contents in zip(views[1:], made[1:], strict=True):
         view.copy_(contents)

@@ -1,9 +1,9 @@
-"""MXFP4 as gpt-oss publishes it: experts alone, all of a layer in two tensors for each product.
+"""MXFP4 as gpt-oss publishes it: only experts, with two tensors per layer and projection.
 
-    name_blocks  uint8 [experts, rows, groups, 16]   two columns to a byte, the earlier in low bits
+    name_blocks  uint8 [experts, rows, groups, 16]   two columns per byte, the earlier in low bits
     name_scales  uint8 [experts, rows, groups]       exponents (e8m0) of groups of 32 columns
 
-Rows of gate_up_proj are gates and ups by turns.
+Rows of gate_up_proj alternate between gate and up.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from asyncllm.models.quantization.file_config import Keys, named_by_glob
 from asyncllm.models.quantization.fp8_files import ReaderOf
 from asyncllm.models.quantization.method import Reader, Source
 from asyncllm.models.quantization.scheme import Scheme
-from asyncllm.models.quantization.sources import Header
+from asyncllm.models.quantization.sources import Header, check_exponents, check_groups
 
 GROUP = 32
-E8M0_NAN = 255
 SCHEME = Scheme("fp4", GROUP, has_exponents=True)
 EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
 
@@ -43,8 +42,7 @@ def _refuse(name: str, rows: int, columns: int) -> Iterator[Source]:
 
 def _stacked(load: Load) -> Iterator[Source]:
     experts, rows, columns = load.view.shape
-    if columns % GROUP:
-        raise ModelLoadError(f"{load.name}: groups of {GROUP} do not divide {columns} columns")
+    check_groups(load.name, columns, GROUP)
     order = _gates_first if load.name.endswith("gate_up_proj") else _as_it_is
     shape = experts, rows, columns // GROUP
     yield Source("_blocks", (*shape, GROUP // 2), torch.uint8, ("weight",), partial(_blocks, order))
@@ -59,9 +57,7 @@ def _blocks(order: Order, blocks: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _scales(order: Order, scales: torch.Tensor) -> list[torch.Tensor]:
-    if bool((scales == E8M0_NAN).any()):
-        raise ValueError(f"holds {E8M0_NAN}, which is NaN")
-    return [order(scales).flatten(0, 1)]
+    return [order(check_exponents(scales)).flatten(0, 1)]
 
 
 def _gates_first(rows: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""`--quantization`: 16 bits become fewer while they stream in, one matrix of the file at a time.
+"""`--quantization`: a 16-bit checkpoint is quantised while it is read, one matrix at a time.
 
-Only the matrix that is being read is ever on the device in 16 bits.
+Only the matrix that is being read is on the device in 16 bits.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from functools import partial
 
 import torch
 
-from asyncllm.errors import ModelLoadError
 from asyncllm.model_config import Quantization
 from asyncllm.models.base import Load
 from asyncllm.models.quantization.fp8_files import ReaderOf
 from asyncllm.models.quantization.method import Matrix, Reader, Source
 from asyncllm.models.quantization.scheme import Scheme, quantize
+from asyncllm.models.quantization.sources import check_groups
 
 INT4_GROUP = 128
 ROWS = 16_384  # at a time, for the sake of memory
@@ -33,7 +33,7 @@ def online(quantization: Quantization) -> ReaderOf:
 
 
 def _sources(scheme: Scheme, name: str, rows: int, columns: int) -> Iterator[Source]:
-    _check_columns(scheme, name, columns)
+    check_groups(f"quantization {scheme.kind}: {name}", columns, scheme.group)
     yield Source(
         "weight",
         (rows, columns),
@@ -44,18 +44,10 @@ def _sources(scheme: Scheme, name: str, rows: int, columns: int) -> Iterator[Sou
     )
 
 
-def _check_columns(scheme: Scheme, name: str, columns: int) -> None:
-    if scheme.group is not None and columns % scheme.group:
-        raise ModelLoadError(
-            f"quantization {scheme.kind}: {name} has {columns} columns, which groups of "
-            f"{scheme.group} do not divide"
-        )
-
-
 def _stacked(scheme: Scheme, load: Load) -> Iterator[Source]:
-    """Experts of one tensor, in the order in which the family has them in 16 bits."""
+    """One tensor of several experts, reordered as the family's 16-bit weights are."""
     order = load.transform or (lambda tensor: tensor)
-    _check_columns(scheme, load.name, load.view.shape[-1])
+    check_groups(f"quantization {scheme.kind}: {load.name}", load.view.shape[-1], scheme.group)
     yield Source(
         "",
         load.file_shape or tuple(load.view.shape),

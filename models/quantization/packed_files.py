@@ -1,7 +1,7 @@
-"""GPTQ, AWQ and AutoRound: integers in int32 words, with scales and zero points by group.
+"""GPTQ, AWQ and AutoRound: integers packed in int32 words, with scales and zero points per group.
 
-Written [columns, rows], so everything is transposed on its way. GPTQ packs columns, lowest bits
-first, and its version 1 stores zero points less one; AWQ packs rows in an order of its own.
+Files have [columns, rows], so all tensors are transposed. GPTQ packs columns, lowest bits first,
+and its version 1 stores zero points minus one. AWQ packs rows in an order of its own.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from asyncllm.models.quantization.sources import (
     WORD_BITS,
     ActOrder,
     Header,
+    check_groups,
     checked,
     stored,
     unpack_words,
 )
 
 BITS = (4, 8)
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # place in a word of each of eight rows
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each of eight rows in a word
 AUTO_ROUND_LAYOUTS = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
 KIND_OF_BITS: dict[int, Kind] = {4: "int4", 8: "int8"}
 
@@ -160,7 +161,7 @@ def _awq_sources(scheme: Scheme, name: str, rows: int, columns: int) -> Iterator
 def _scales_and_zeros(
     scheme: Scheme, rows: int, groups: int, unpack: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[Source]:
-    """`scales` [groups, rows], and `qzeros`, which `unpack` brings to that shape."""
+    """`scales` [groups, rows], then `qzeros`, which `unpack` converts to that shape."""
     scales: list[torch.Tensor] = []
     middle = 1 << (scheme.bits - 1)
 
@@ -183,14 +184,11 @@ def _scales_and_zeros(
 
 
 def check_sizes(scheme: Scheme, name: str, rows: int, columns: int) -> int:
-    """The number of groups. Raises where words or groups do not divide the matrix."""
+    """The number of groups. Raises `ModelLoadError` if words or groups do not divide the matrix."""
     per_word = WORD_BITS // scheme.bits
     if rows % per_word or columns % per_word:
         raise ModelLoadError(
             f"{name}: [{rows}, {columns}] cannot be packed {per_word} numbers to a word"
         )
-    if columns % (scheme.group or columns):
-        raise ModelLoadError(
-            f"{name}: group_size {scheme.group} does not divide its {columns} columns"
-        )
+    check_groups(name, columns, scheme.group)
     return scheme.num_groups(columns)

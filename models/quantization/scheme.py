@@ -1,15 +1,15 @@
-"""The one form that every quantised matrix takes, whatever file it came from, and its meaning.
+"""How quantised matrices are stored in memory, whatever their file format.
 
-    weight  [rows, columns]  element i of `kind`: e4m3, int8, or a code of four bits
-    scale   [rows, groups]   float, or the exponents of powers of two (e8m0); columns are cut into
+    weight  [rows, columns]  of `kind`: e4m3, int8, or 4-bit codes
+    scale   [rows, groups]   float, or exponents of powers of two (e8m0); columns are divided into
                              groups, the last one may be short
-    offset  [rows, groups]   float, where there are zero points
-    order   int32 [columns]  input column of each stored one, where they are sorted (act-order)
+    offset  [rows, groups]   float, if there are zero points
+    order   int32 [columns]  input column of each stored one, if they are sorted (act-order)
 
     row r, column order[c] of the matrix  =  value(weight[r, c]) * scale[r, g(c)] + offset[r, g(c)]
 
-A scale per tensor, or per 128x128 block, is repeated for its rows. `dequantize` is the oracle for
-every kernel; `quantize` makes the form from 16 bits.
+A scale per tensor, or per 128x128 block, is repeated for its rows. `dequantize` is the reference
+for all kernels; `quantize` converts from 16 bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Activations = Literal["dynamic", "static"]
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 E8M0_BIAS = 127
-# Quantiles of the normal distribution, as bitsandbytes has them.
+# Quantiles of the normal distribution, as in bitsandbytes.
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
     -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
@@ -41,11 +41,11 @@ CODE_VALUES: dict[str, tuple[float, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How one linear layer is quantised.
+    """How a linear layer is quantised.
 
-    group: columns that share a scale; None: all of a row. activations: how the input of a product
-    is quantised; None: it stays in 16 bits. "dynamic": by each token's largest value, "static": by
-    a scale of the checkpoint. has_exponents: scales are bytes, 2 ** (byte - 127).
+    group: columns that share a scale; None: the whole row. activations: how inputs are quantised,
+    "dynamic" by each token's largest value, or "static" by a scale of the checkpoint; None: they
+    stay in 16 bits. has_exponents: scales are bytes, 2 ** (byte - 127).
     """
 
     kind: Kind
@@ -61,11 +61,12 @@ class Scheme:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of `weight` in memory; two codes of four bits share a byte."""
+        """The dtype of `weight` in memory; two 4-bit codes share a byte."""
         return {"fp8": FP8, "int8": torch.int8}.get(self.kind, torch.uint8)
 
     def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """In a model of this dtype. What is multiplied to sums is float32; e4m3's scales are."""
+        """The dtype of `scale` in a model of this dtype. A scale of a whole row multiplies sums, in
+        float32, as all scales of e4m3 do; one of a group multiplies weights, in their dtype."""
         if self.has_exponents:
             return torch.uint8
         return torch.float32 if self.group is None or self.kind == "fp8" else dtype
@@ -79,17 +80,17 @@ class Scheme:
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 [rows, columns] below 16 -> [rows, columns / 2]; the earlier column in the low bits."""
+    """4-bit codes uint8 [rows, columns] -> [rows, columns / 2]; earlier columns in the low bits."""
     return codes[:, 0::2] | codes[:, 1::2] << 4
 
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """The opposite of `pack`."""
+    """The inverse of `pack`."""
     return torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)
 
 
 def values(scheme: Scheme, weight: torch.Tensor) -> torch.Tensor:
-    """float32 [rows, columns] of a weight as it is stored."""
+    """The values of a stored weight: float32 [rows, columns]."""
     if scheme.bits == 8:
         return weight.float()
     table = torch.tensor(CODE_VALUES[scheme.kind], device=weight.device)
@@ -121,8 +122,8 @@ def _by_column(scheme: Scheme, by_group: torch.Tensor, columns: int) -> torch.Te
 
 
 def quantize(scheme: Scheme, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weight as stored, scale float32) of [rows, columns], symmetric; the columns must be a
-    multiple of the group. A group of zeros gets scale 1."""
+    """Quantise [rows, columns] symmetrically: the stored weight, and the scale in float32. Columns
+    must be a multiple of the group. A group of zeros has scale 1."""
     rows, columns = matrix.shape
     grouped = matrix.float().view(rows, scheme.num_groups(columns), -1)
     most = grouped.abs().amax(2)
@@ -140,6 +141,6 @@ def quantize(scheme: Scheme, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def quantize_rows(kind: Kind, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Activations [tokens, columns] by each token's largest value: e4m3 or int8, and float32
-    [tokens, 1]."""
+    """Quantise activations [tokens, columns] by each token's largest value: e4m3 or int8, and
+    scales float32 [tokens, 1]."""
     return quantize(Scheme(kind), x)

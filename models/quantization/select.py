@@ -1,4 +1,4 @@
-"""The method of each linear layer of a model: by its checkpoint, or by `--quantization`."""
+"""Selects the method of each linear layer, by the checkpoint or by `--quantization`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from asyncllm.models.loader import DTYPES
 from asyncllm.models.quantization.bitsandbytes_files import bitsandbytes
 from asyncllm.models.quantization.compressed_files import compressed_tensors
 from asyncllm.models.quantization.cpu_experts import CpuExperts
-from asyncllm.models.quantization.cpu_kernel import CpuKernel
+from asyncllm.models.quantization.cpu_kernel import CpuQuantKernel
 from asyncllm.models.quantization.experts import (
     ExpertsKernel,
     FamilyLoads,
@@ -27,7 +27,7 @@ from asyncllm.models.quantization.experts import (
 )
 from asyncllm.models.quantization.file_config import Keys, quantization_keys
 from asyncllm.models.quantization.fp8_files import ReaderOf, fp8, modelopt
-from asyncllm.models.quantization.method import Kernel, QuantizedLinearMethod, Reader
+from asyncllm.models.quantization.method import QuantizedLinearMethod, QuantKernel, Reader
 from asyncllm.models.quantization.mxfp4_files import mxfp4
 from asyncllm.models.quantization.online import online
 from asyncllm.models.quantization.packed_files import auto_round, awq, gptq
@@ -46,9 +46,9 @@ FORMATS: dict[str, Callable[[Keys, Header], ReaderOf]] = {
 
 
 class Methods(NamedTuple):
-    """linear: a layer's name in the checkpoint -> its method. experts: the name and shape of a
-    layer's experts -> theirs, None for those in 16 bits. schemes, left: what was asked for, and
-    the linear layers and experts without one."""
+    """linear: a layer's name in the checkpoint -> its method. experts: name and shape of a layer's
+    experts -> their method, or None if they are in 16 bits. schemes, left: all schemes that were
+    requested, and the names of layers without one."""
 
     linear: Callable[[str], LinearMethod]
     experts: Callable[[str, ExpertsShape], ExpertsMethod | None] | None
@@ -56,7 +56,7 @@ class Methods(NamedTuple):
     left: set[str]
 
     def describe(self) -> str:
-        """Say what is quantised, and what is not."""
+        """A log message of what is quantised, and what is not."""
         rest = f", {len(self.left)} layers: {list_keys(self.left)}" if self.left else ""
         return (
             f"weights are quantised: {', '.join(sorted(self.schemes))}; in 16 bits: embeddings, "
@@ -67,7 +67,7 @@ class Methods(NamedTuple):
 def select_methods(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, ops: Ops, mesh: MeshConfig
 ) -> Methods:
-    """mesh: whose ranks divide experts. Raises `ModelLoadError` for what is not served exactly."""
+    """mesh: the ranks that divide experts. Raises `ModelLoadError` for unsupported settings."""
     plain = UnquantizedLinearMethod(dtype, device, ops)
     reader_of = _reader_of(config)
     if reader_of is None:
@@ -112,15 +112,15 @@ def is_quantized(config: ModelConfig) -> bool:
 
 def select_kernels(
     device: torch.device, dtype: torch.dtype, ops: Ops
-) -> tuple[Kernel, ExpertsKernel]:
-    """Ours on CUDA, in 16 bits; torch's else."""
+) -> tuple[QuantKernel, ExpertsKernel]:
+    """Our kernels on CUDA in 16 bits, else torch."""
     if device.type != "cuda" or dtype == torch.float32:
-        return CpuKernel(), CpuExperts()
+        return CpuQuantKernel(), CpuExperts()
     # Slow to import: Triton.
     from asyncllm.models.quantization.cuda_experts import CudaExperts
-    from asyncllm.models.quantization.cuda_kernel import CudaKernel
+    from asyncllm.models.quantization.cuda_kernel import CudaQuantKernel
 
-    kernel = CudaKernel(device, dtype, ops)
+    kernel = CudaQuantKernel(device, dtype, ops)
     return kernel, CudaExperts(kernel)
 
 
@@ -142,7 +142,7 @@ def _reader_of(config: ModelConfig) -> ReaderOf | None:
 
 
 def _headers(config: ModelConfig) -> Header:
-    """Shape and dtype of a tensor of the checkpoint; None where there is none, or no checkpoint."""
+    """Looks up shape and dtype of a checkpoint's tensor; None if there is no such tensor."""
 
     @cache
     def checkpoint() -> Checkpoint | None:

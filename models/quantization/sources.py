@@ -1,4 +1,4 @@
-"""Pieces that the readers of several formats share: unpacking, checked scales, act-order."""
+"""Parts that readers of several formats share: unpacking, checked scales, act-order."""
 
 from __future__ import annotations
 
@@ -6,29 +6,44 @@ from collections.abc import Callable
 
 import torch
 
+from asyncllm.errors import ModelLoadError
 from asyncllm.models.quantization.method import Matrix, Source
 from asyncllm.models.quantization.scheme import FP8, Scheme, pack
 
 WORD_BITS = 32
+E8M0_NAN = 255
 Header = Callable[[str], tuple[tuple[int, ...], torch.dtype] | None]
 
 
+def check_groups(name: str, columns: int, group: int | None) -> None:
+    """Raises `ModelLoadError` unless groups of this many columns divide a matrix."""
+    if group is not None and columns % group:
+        raise ModelLoadError(f"{name}: group_size {group} does not divide its {columns} columns")
+
+
+def check_exponents(exponents: torch.Tensor) -> torch.Tensor:
+    """Scales in e8m0. Raises `ValueError` for a NaN."""
+    if bool((exponents == E8M0_NAN).any()):
+        raise ValueError(f"holds {E8M0_NAN}, which is NaN")
+    return exponents
+
+
 def unpack_words(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """Unsigned codes int32 of int32 words along `dim` 0 or 1, the lowest bits first."""
+    """int32 words -> unsigned codes int32, unpacked along `dim` 0 or 1, lowest bits first."""
     shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32, device=words.device)
     codes = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)  # [a, b, per word]
     return codes.flatten(1) if dim == 1 else codes.transpose(1, 2).flatten(0, 1)
 
 
 def stored(scheme: Scheme, codes: torch.Tensor) -> torch.Tensor:
-    """Unsigned codes [rows, columns], whose middle is zero, as the form has them."""
+    """Unsigned codes [rows, columns] with zero in the middle -> as scheme.py stores them."""
     if scheme.bits == 4:
         return pack(codes.to(torch.uint8))
     return (codes - 128).to(torch.int8)
 
 
 def checked(scale: torch.Tensor) -> torch.Tensor:
-    """Raises `ValueError` for a scale that makes weights of nothing."""
+    """The scales in float32. Raises `ValueError` for one that is zero, infinite or NaN."""
     scale32 = scale.float()
     bad = ~torch.isfinite(scale32) | (scale32 == 0)
     if bad.any():
@@ -37,31 +52,20 @@ def checked(scale: torch.Tensor) -> torch.Tensor:
     return scale32
 
 
-def expand_blocks(scale: torch.Tensor, rows: int, block_rows: int) -> torch.Tensor:
-    """[blocks of rows, groups] -> [rows, groups]."""
-    return scale.repeat_interleave(block_rows, dim=0)[:rows]
-
-
-def row_scale(
-    header: Header, name: str, suffix: str, rows: int, dtype: torch.dtype = torch.float32
-) -> Source:
-    """A scale of a whole tensor or of each row, in any of the shapes that files have for it. What
-    the file has is asked for; the loader refuses all else."""
-    found = header(f"{name}.{suffix}")
-    shape = found[0] if found is not None and found[0] in _row_shapes(rows) else (rows, 1)
+def row_scale(header: Header, name: str, suffix: str, rows: int) -> Source:
+    """A scale per tensor or per row, in any of the shapes that files use. The expected shape is the
+    file's, if it is one of these; else the loader refuses it."""
+    found, shapes = header(f"{name}.{suffix}"), ((), (1,), (1, 1), (rows,), (rows, 1))
+    shape = found[0] if found is not None and found[0] in shapes else (rows, 1)
 
     def convert(scale: torch.Tensor) -> list[torch.Tensor]:
         return [checked(scale).reshape(-1, 1).expand(rows, 1)]
 
-    return Source(suffix, shape, dtype, ("scale",), convert)
-
-
-def _row_shapes(rows: int) -> tuple[tuple[int, ...], ...]:
-    return (), (1,), (1, 1), (rows,), (rows, 1)
+    return Source(suffix, shape, torch.float32, ("scale",), convert)
 
 
 def input_scale(header: Header, name: str) -> Source:
-    """A scale of all activations of a layer."""
+    """One scale for all activations of a layer."""
     found = header(f"{name}.input_scale")
     shape = (1,) if found is not None and found[0] == (1,) else ()
     return Source(
@@ -73,14 +77,14 @@ def input_scale(header: Header, name: str) -> Source:
     )
 
 
-def fp8_weight(rows: int, columns: int, suffix: str = "weight") -> Source:
-    return Source(suffix, (rows, columns), FP8, ("weight",), matrix=Matrix())
+def fp8_weight(rows: int, columns: int) -> Source:
+    return Source("weight", (rows, columns), FP8, ("weight",), matrix=Matrix())
 
 
 class ActOrder:
-    """Columns sorted by their group, where a file says the group of each (`g_idx`).
+    """Sorts columns by group, if a file has the group of each column (`g_idx`).
 
-    The order is known when `g_idx` has been read, before the codes.
+    The order is known once `g_idx` is read, which comes before the codes.
     """
 
     def __init__(self, columns: int, group: int | None, is_sorted: bool) -> None:
@@ -94,7 +98,7 @@ class ActOrder:
         return Source(suffix, (self._columns,), torch.int32, fields, self._convert)
 
     def sort(self, codes: torch.Tensor) -> torch.Tensor:
-        """The columns of [rows, columns] in the order in which they are stored."""
+        """[rows, columns] with the columns in stored order."""
         return codes if self._order is None else codes[:, self._order]
 
     def _convert(self, g_idx: torch.Tensor) -> list[torch.Tensor]:

@@ -75,7 +75,7 @@ def test_each_line_is_answered(
         assert by_id[name]["response"]["body"] == {"error": by_id[name]["error"]}
     for custom_id, words in (
         (None, "line 5"), ("get", "POST"), ("route", "/v1/chat/completions"),
-        ("stream", "stream"), ("body", "Expected `object`"),
+        ("stream", "stream"), ("body", "body must be an object"),
     ):  # fmt: skip
         assert by_id[custom_id]["response"] is None
         assert words in by_id[custom_id]["error"]["message"]

@@ -104,7 +104,11 @@ def test_complete(url: str) -> None:
         (["--api-key", "wrong"], "no valid API key"),
         (["--api-key", "wrong"], ": give the server's with --api-key, or in $ASYNCLLM_API_KEY or"),
         (["--model-name", "other"], "'other' does not exist"),
-        (["--url", "http://127.0.0.1:1/v1"], "no server at http://127.0.0.1:1/v1: Conn"),
+        (
+            ["--url", "http://127.0.0.1:1/v1"],
+            "no server at http://127.0.0.1:1/v1: Connection refused\n",
+        ),
+        (["--url", "127.0.0.1:1/v1"], "'127.0.0.1:1/v1' is no URL such as http://127"),
         (["--url", "nonsense"], "'nonsense' is no URL such as http://127.0.0.1:8000/v1"),
         (["--url", "{url}/v2"], "/v2/models: must its URL end in /v1?"),
     ],

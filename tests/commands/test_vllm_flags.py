@@ -114,6 +114,24 @@ def test_help_does_not_list_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--max-num-seqs" in listed and "--decode-context-parallel-size" not in listed
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("speculative-config", "vLLM's; not yet: no speculative decoding"),
+        ("--hf_overrides", "vLLM's; never: the config.json of the model's folder is what it is"),
+        ("tokenizer-mode", "vLLM's; accepted (auto, hf, fast): always so"),
+        ("enable-sleep-mode", "vLLM's; not yet, but for off: an engine sleeps only by ending"),
+    ],
+)
+def test_what_becomes_of_one_is_asked_by_its_name(
+    asked: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse(f"--help={asked}")
+    name = asked.lstrip("-").replace("_", "-")
+    assert end.value.code == 0 and capsys.readouterr().out == f"--{name}: {said}\n"
+
+
 def test_a_config_file_may_hold_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "flags.yaml"
     file.write_text("decode-context-parallel-size: 1\nenable_lora: false\nport: 7\n")

@@ -28,6 +28,9 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 
+struct uint2 {
+    uint32_t x, y;
+};
 struct uint4 {
     uint32_t x, y, z, w;
 };
@@ -41,6 +44,7 @@ constexpr size_t MOST_POLLS = 5000;  // of each thread there is, in which nothin
 struct Copy {
     void* to;
     const void* from;
+    int bytes;
 };
 
 struct Thread;
@@ -261,21 +265,25 @@ inline int count_lanes(bool is_one) {
     return count;
 }
 
+template <int BYTES>
+void copy_async_few(void* to, const void* from) {
+    if (reinterpret_cast<uintptr_t>(to) % BYTES || reinterpret_cast<uintptr_t>(from) % BYTES)
+        std::abort();
+    if (emulator::shuffle() % 2)
+        std::memcpy(to, from, BYTES);
+    else
+        emulator::current->groups.back().push_back({to, from, BYTES});
+}
 inline void copy_async_or_zero(void* to, const void* from, int bytes) {
     alignas(16) static const uint4 zeros = {0, 0, 0, 0};
-    if (bytes == 0) from = &zeros;
-    if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16) std::abort();
-    if (emulator::shuffle() % 2)
-        std::memcpy(to, from, 16);
-    else
-        emulator::current->groups.back().push_back({to, from});
+    copy_async_few<16>(to, bytes == 0 ? &zeros : from);
 }
 inline void end_copies() { emulator::current->groups.emplace_back(); }
 template <int LATER>
 void wait_copies() {
     auto& groups = emulator::current->groups;
     while (groups.size() > LATER + 1) {  // the open group is not counted
-        for (const auto& copy : groups.front()) std::memcpy(copy.to, copy.from, 16);
+        for (const auto& copy : groups.front()) std::memcpy(copy.to, copy.from, copy.bytes);
         groups.pop_front();
     }
 }
@@ -343,10 +351,11 @@ inline void copy_bulk(void* to, const void* from, int bytes, Barrier& barrier) {
 inline void arrive_after_copies(Barrier& barrier) {
     auto& copies = emulator::current->groups.back();
     for (const auto& copy : copies) {
-        emulator::current->block->on_the_way.push_back({copy.to, copy.from, 16, &barrier});
+        emulator::current->block->on_the_way.push_back(
+            {copy.to, copy.from, copy.bytes, &barrier});
         emulator::BarrierState state;
         std::memcpy(&state, &barrier, 8);
-        state.bytes += 16;
+        state.bytes += copy.bytes;
         std::memcpy(&barrier, &state, 8);
     }
     copies.clear();
@@ -399,6 +408,13 @@ inline uint32_t round_to_half(float x) {  // to nearest, ties to even
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline uint32_t to_pair(float low, float high) { return round_to_half(low) | round_to_half(high) << 16; }
+inline uint32_t masked_or(uint32_t x, uint32_t mask, uint32_t bits) { return (x & mask) | bits; }
+inline uint32_t lower_halves(uint32_t a, uint32_t b) { return (a & 0xffffu) | b << 16; }
+inline uint32_t upper_halves(uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000u); }
+inline uint32_t subtract_pairs(uint32_t pair, uint32_t by) {
+    return to_pair(bits_to_float(pair << 16) - bits_to_float(by << 16),
+                   bits_to_float(pair & 0xffff0000u) - bits_to_float(by & 0xffff0000u));
+}
 inline float divide(float x, float by) { return x / by; }
 inline float power_of_2(float x) { return std::exp2(x); }
 inline float greater(float x, float y) { return std::fmax(x, y); }

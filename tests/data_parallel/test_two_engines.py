@@ -141,17 +141,17 @@ def test_an_adapter_is_on_all_of_them(backend: str, tmp_path: Path) -> None:
     async def main() -> None:
         async with two_engines(backend, enable_lora=True) as engine:
             await engine.add_lora(adapter)
-            assert engine.list_loras() == [adapter]
+            assert await engine.list_loras() == [adapter]
             work = (engine.generate(p, GREEDY, lora_request=adapter) for p in PROMPTS)
             texts = [output.outputs[0].text for output in await asyncio.gather(*work)]
             plain = [o.outputs[0].text for o in await asyncio.gather(
                 *(engine.generate(p, GREEDY) for p in PROMPTS))]  # fmt: skip
             assert all(a != b for a, b in zip(texts, plain, strict=True))
-            assert engine.remove_lora("it") and not engine.remove_lora("it")
+            assert await engine.remove_lora("it") and not await engine.remove_lora("it")
             assert engine.find_lora("it") is None
             with pytest.raises(ValueError, match="nowhere"):
                 await engine.add_lora(LoRARequest("it", lora_path=tmp_path / "nowhere"))
-            assert engine.list_loras() == []
+            assert await engine.list_loras() == []
             engine.check_idle()
 
     run(main())

@@ -23,12 +23,13 @@ from asyncllm.engine import scheduler as scheduler_module
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.constraints import constrain
-from asyncllm.engine.pipeline import Launched, run_ahead, run_staged, run_synchronous
+from asyncllm.engine.pipeline import run_ahead, run_staged, run_synchronous
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.state_pool import StatePool
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import (
     PADDING_SLOT,
+    LaunchedStep,
     Request,
     Sequence,
     SequenceStatus,
@@ -158,21 +159,21 @@ class World:
             num_waited = sum(len(request.prompt_token_ids) for request in self.requests)
             # Of those with a new slot some were running: their slots are rewritten.
             counts = range(num_decodes + num_jumped, len(plan.decodes) + num_jumped + 1)
-            rooms = [self.chunk.room(count, num_waited, [num_waited]) for count in counts]
-            assert num_prompt_tokens <= max(room.num_tokens + room.to_end for room in rooms)
+            budgets = [self.chunk.budget(count, num_waited, [num_waited]) for count in counts]
+            assert num_prompt_tokens <= max(each.num_tokens + each.to_end for each in budgets)
             self.seen["chunk beside decodes"] += num_prompt_tokens == self.chunk.chunk_tokens
 
     def launch(self, plan: StepPlan) -> FakeLaunched:
         return self.device.launch(plan)
 
-    async def end(self, plan: StepPlan, launched: Launched) -> None:
+    async def end(self, plan: StepPlan, launched: LaunchedStep) -> None:
         assert isinstance(launched, FakeLaunched)
         if plan.needs_host:
             await self.constrain(plan, launched)
         elif self.num_sets > 1:
             launched.sample(np.zeros(0, np.int32))
 
-    async def constrain(self, plan: StepPlan, launched: Launched) -> None:
+    async def constrain(self, plan: StepPlan, launched: LaunchedStep) -> None:
         for _ in range(self.rng.randint(0, 2)):  # clients come and go meanwhile
             await asyncio.sleep(0)
         assert isinstance(launched, FakeLaunched)

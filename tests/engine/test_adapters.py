@@ -205,13 +205,55 @@ def test_who_waits_for_a_slot_hears_that_the_engine_closes(tmp_path: Path) -> No
     async def test() -> None:
         slot = OneSlot(tmp_path)
         running, waiting = await slot.begin(), await slot.wait()
-        slot.engine.pin_lora("one")  # so that its end frees nothing
+        assert slot.engine._core is not None
+        await slot.engine._core.lora.acquire(slot.loras[0])  # so that its end frees nothing
         await slot.engine.aclose()
         for task in (running, waiting):
             with pytest.raises((EngineDeadError, RuntimeError)):
                 await asyncio.wait_for(task, 10)
 
     asyncio.run(test())
+
+
+def test_no_request_waits_for_what_is_pinned(tmp_path: Path) -> None:
+    """The only slot and the only place, pinned by a request that runs; and a reload keeps that."""
+
+    async def test() -> None:
+        slot = OneSlot(tmp_path)
+        async with slot.engine as engine:
+            running, waiting = await slot.begin(), await slot.wait()
+            await engine.pin_lora("one")
+            for asked in (waiting, engine.generate("C", LONG, lora_request=slot.loras[1])):
+                with pytest.raises(InvalidRequestError, match=r"all 1 .* adapters that are pinned"):
+                    await asyncio.wait_for(asyncio.ensure_future(asked), 10)
+            with pytest.raises(LoRALoadError, match="max_cpu_loras"):
+                await asyncio.wait_for(engine.add_lora(slot.loras[1]), 10)
+            running.cancel()
+            with pytest.raises(InvalidRequestError, match="pinned"):
+                await engine.generate("D", LONG, lora_request=slot.loras[1])
+            assert await engine.remove_lora("one")
+            await engine.generate("E", SamplingParams(max_tokens=1), lora_request=slot.loras[1])
+            with pytest.raises(LoRALoadError, match="'one' is not loaded"):
+                await engine.pin_lora("one")
+
+    asyncio.run(test())
+
+
+def test_a_pinned_adapter_is_pinned_when_its_files_are_read_again(tmp_path: Path) -> None:
+    store = FakeStore(num_places=2, num_slots=1)
+    store.files = {"/one": "one", "/two": "two", "/three": "three"}
+    one, two, three = (LoRARequest(name, lora_path=f"/{name}") for name in ("one", "two", "three"))
+
+    async def test() -> None:
+        manager = AdapterManager(store)  # type: ignore[arg-type]
+        await manager.add(one)
+        manager.pin("one")
+        await manager.add(one, reload=True)
+        for other in (two, three, two):
+            await manager.add(other)
+            assert "one" in store.places.values()
+
+    asyncio.run(asyncio.wait_for(test(), 20))
 
 
 def test_who_waits_for_a_slot_is_in_the_queue(tmp_path: Path) -> None:
@@ -249,10 +291,10 @@ def test_a_request_that_was_parsed_before_an_unload_does_not_load_it_again(tmp_p
         slot = OneSlot(tmp_path)
         async with slot.engine as engine:
             await engine.add_lora(slot.loras[0])
-            assert engine.remove_lora("one")
+            assert await engine.remove_lora("one")
             with pytest.raises(InvalidRequestError, match="'one' is not loaded"):
                 await engine.add_request("r", "A", LONG, print, lora_request=slot.loras[0])
-            assert engine.list_loras() == []
+            assert await engine.list_loras() == []
 
     asyncio.run(test())
 

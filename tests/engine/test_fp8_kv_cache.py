@@ -93,7 +93,7 @@ def test_answers_are_those_of_rounded_keys_and_values(
     if calculate:
         config = EngineArgs(str(folder), skip_tokenizer_init=True).create_engine_config().model
         with torch.inference_mode():
-            scales = measured_scales(load(folder), config, DTYPES[dtype], WINDOW, CPU)
+            scales = measured_scales(load(folder), config, DTYPES[dtype], WINDOW, CPU, None)
         assert min(scales.keys + scales.values) > 0 and max(scales.keys) < 0.1
     outputs = asyncio.run(serve(folder, kv_cache_dtype=dtype, calculate_kv_scales=calculate))
     with rounded_cache(reference, DTYPES[dtype], scales):

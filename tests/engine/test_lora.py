@@ -52,6 +52,7 @@ class Adapted:
             self.requests[adapter] = LoRARequest(adapter, seed + 1, path)
         prompts = make_prompts(long=False)
         self.asked = [(prompt, NAMES[i % 3]) for i, prompt in enumerate(prompts * 3)]
+        self.stats: Any = None  # of the last engine that was asked
         self.answers = [greedy(models[name], prompt, NUM_TOKENS) for prompt, name in self.asked]
 
 
@@ -64,6 +65,7 @@ def adapted(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
 
 
 async def ask_all(adapted: Adapted, **engine_args: Any) -> list[Answer]:
+    """All at once, and then one prompt again for each adapter, which is cached by now."""
     params = SamplingParams(
         temperature=0, max_tokens=NUM_TOKENS, logprobs=0, ignore_eos=True, detokenize=False
     )
@@ -75,6 +77,10 @@ async def ask_all(adapted: Adapted, **engine_args: Any) -> list[Answer]:
                 for prompt, name in adapted.asked
             )
         )
+        for (prompt, name), before in zip(adapted.asked[6:9], outputs[6:9], strict=True):
+            again = await engine.generate(prompt, params, lora_request=adapted.requests[name])
+            assert again.outputs[0].token_ids == before.outputs[0].token_ids
+        adapted.stats = engine.stats()
         engine.check_idle()
         engine.check_integrity()
     answers = []
@@ -92,6 +98,12 @@ def test_equals_the_merged_models(adapted: Adapted, regime: str) -> None:
     for (tokens, logprobs), (wanted, scores) in zip(answers, adapted.answers, strict=True):
         assert tokens == wanted
         assert logprobs == pytest.approx(scores, abs=LOGPROB_TOLERANCE)
+    # The regime did what it is named after.
+    stats = adapted.stats
+    if regime in ("swap", "recompute"):
+        assert getattr(stats, f"num_preemptions_{regime}") > 0
+    else:
+        assert stats.prefix_cache_hits > 0
 
 
 def test_one_slot_for_two_adapters(adapted: Adapted) -> None:
@@ -119,6 +131,10 @@ WIDE: dict[str, tuple[str, dict[str, Any]]] = {
     "heads-in-an-order": ("glm4", LINEAR),
     "latent": ("deepseek-v2", LINEAR),
     "latent-experts": ("deepseek-v3", LINEAR | EXPERTS),
+    "parallel-layers": ("cohere", LINEAR),
+    "norms-of-heads": ("cohere-head-norms", LINEAR),
+    "cohere2": ("cohere2", LINEAR),
+    "experts-and-dense": ("qwen3-moe-sparse", LINEAR | EXPERTS),
     "glm4-moe": ("glm4-moe", LINEAR | EXPERTS),
     "qwen2-moe": ("qwen2-moe", LINEAR | EXPERTS),
     "qwen3-moe": ("qwen3-moe", LINEAR | EXPERTS),

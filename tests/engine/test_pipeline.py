@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncllm.engine.pipeline import Launched, Steps, run_ahead, run_staged, run_synchronous
+from asyncllm.engine.pipeline import Steps, run_ahead, run_staged, run_synchronous
 from asyncllm.step_plan import NO_DECODES, StepPlan
-from asyncllm.types import Sequence, StepResult
+from asyncllm.types import LaunchedStep, Sequence, StepResult
 from tests.engine.builders import make_request, make_scheduler
 from tests.engine.fake_device import FakeDevice, FakeLaunched
 
@@ -65,12 +65,12 @@ class Script:
         self.note(f"launch {plan.step_id}")
         return ScriptLaunched(self, plan.step_id)
 
-    async def constrain(self, plan: StepPlan, launched: Launched) -> None:
+    async def constrain(self, plan: StepPlan, launched: LaunchedStep) -> None:
         await asyncio.sleep(0)
         self.note(f"constrain {plan.step_id}")
         self.emit()
 
-    async def end(self, plan: StepPlan, launched: Launched) -> None:
+    async def end(self, plan: StepPlan, launched: LaunchedStep) -> None:
         if plan.needs_host:
             await self.constrain(plan, launched)
 
@@ -113,7 +113,7 @@ def run(pipeline: Pipeline, script: Script) -> list[str]:
 class StagedScript(Script):
     """Every step has two parts."""
 
-    async def end(self, plan: StepPlan, launched: Launched) -> None:
+    async def end(self, plan: StepPlan, launched: LaunchedStep) -> None:
         self.note(f"end {plan.step_id}")
 
 
@@ -297,10 +297,10 @@ class SmallEngine:
     def emit(self) -> None:
         pass
 
-    async def constrain(self, plan: StepPlan, launched: Launched) -> None:
+    async def constrain(self, plan: StepPlan, launched: LaunchedStep) -> None:
         raise AssertionError("no row needs the host")
 
-    async def end(self, plan: StepPlan, launched: Launched) -> None:
+    async def end(self, plan: StepPlan, launched: LaunchedStep) -> None:
         assert isinstance(launched, FakeLaunched)
         if self.device.in_parts:
             launched.sample(np.zeros(0, np.int32))

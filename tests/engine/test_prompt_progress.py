@@ -11,7 +11,7 @@ from typing import cast
 
 import pytest
 
-from asyncllm.engine.chunk_policy import ChunkPolicy, Room
+from asyncllm.engine.chunk_policy import ChunkPolicy, PrefillBudget
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import Request, Sequence, SequenceStatus, StepResult
 from tests.engine.builders import make_request, make_scheduler
@@ -28,10 +28,10 @@ class Watched:
 
     def __init__(self, policy: ChunkPolicy) -> None:
         self._policy = policy
-        self.last = Room(0)
+        self.last = PrefillBudget(0)
 
-    def room(self, num_decodes: int, num_startable: int, begun: list[int]) -> Room:
-        self.last = self._policy.room(num_decodes, num_startable, begun)
+    def budget(self, num_decodes: int, num_startable: int, begun: list[int]) -> PrefillBudget:
+        self.last = self._policy.budget(num_decodes, num_startable, begun)
         return self.last
 
 

@@ -237,16 +237,16 @@ def test_a_chunk_and_its_decodes_fill_a_captured_size(
 ) -> None:
     """The nearest one, as long as that leaves room for a chunk worth its step."""
     policy = ChunkPolicy(512, (16, 256, 512, 640))
-    assert policy.room(num_decodes, 0, []).num_tokens == num_prompt_tokens
+    assert policy.budget(num_decodes, 0, []).num_tokens == num_prompt_tokens
     assert ChunkPolicy.choose(None, None) == UNBOUNDED
 
 
 def test_few_captured_sizes_leave_prompts_their_share() -> None:
     """The nearest may have room for the decodes alone, or not for them: a token at a time."""
     policy = ChunkPolicy(512, (256, 512, 2048))
-    assert policy.room(300, 0, []).num_tokens == 2048 - 300
-    assert policy.room(500, 0, []).num_tokens == 2048 - 500
-    assert policy.room(200, 0, []).num_tokens == 512 - 200
+    assert policy.budget(300, 0, []).num_tokens == 2048 - 300
+    assert policy.budget(500, 0, []).num_tokens == 2048 - 500
+    assert policy.budget(200, 0, []).num_tokens == 512 - 200
 
 
 @pytest.mark.parametrize(
@@ -296,10 +296,10 @@ def test_no_prompt_goes_beyond_what_a_step_may_have() -> None:
 @pytest.mark.parametrize(("num_decodes", "to_end"), [(7, 16), (63, 16), (65, 0), (250, 0)])
 def test_more_to_end_a_prompt_fills_the_size_above_a_chunk(num_decodes: int, to_end: int) -> None:
     """Not beside decodes for whom the step is larger anyway; not if the user set the chunk."""
-    assert ChunkPolicy(512, (256, 512, 640, 768)).room(num_decodes, 0, []).to_end == to_end
-    assert ChunkPolicy(512).room(num_decodes, 0, []).to_end == 0
-    room = ChunkPolicy(512, (256, 512)).room(num_decodes, 0, [])
-    assert room.to_end == 0, "nor where no size above it is captured"
+    assert ChunkPolicy(512, (256, 512, 640, 768)).budget(num_decodes, 0, []).to_end == to_end
+    assert ChunkPolicy(512).budget(num_decodes, 0, []).to_end == 0
+    budget = ChunkPolicy(512, (256, 512)).budget(num_decodes, 0, [])
+    assert budget.to_end == 0, "nor where no size above it is captured"
 
 
 @pytest.mark.parametrize(
@@ -316,11 +316,11 @@ def test_steps_are_longer_while_a_long_prompt_has_begun_and_much_waits(
     num_startable: int, begun: list[int], num_tokens: int
 ) -> None:
     policy = ChunkPolicy(512, (256, 512, 640, 768, 1024))
-    assert policy.room(8, num_startable, begun).num_tokens == num_tokens - 8
-    assert policy.room(200, num_startable, begun).num_tokens == 768 - 200, "as long as ever"
-    assert ChunkPolicy(512).room(8, num_startable, begun).num_tokens == 512
+    assert policy.budget(8, num_startable, begun).num_tokens == num_tokens - 8
+    assert policy.budget(200, num_startable, begun).num_tokens == 768 - 200, "as long as ever"
+    assert ChunkPolicy(512).budget(8, num_startable, begun).num_tokens == 512
     few = ChunkPolicy(512, (256, 512))
-    assert few.room(8, num_startable, begun).num_tokens == 504, "never more than is captured"
+    assert few.budget(8, num_startable, begun).num_tokens == 504, "never more than is captured"
 
 
 # --- one step ahead ------------------------------------------------------------------------------

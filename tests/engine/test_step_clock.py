@@ -10,9 +10,9 @@ import pytest
 
 from asyncllm.engine.step_clock import StepClock
 from asyncllm.step_plan import StepPlan
-from asyncllm.types import StepResult
+from asyncllm.types import DeviceTimes, StepResult
 from asyncllm.worker import executor
-from asyncllm.worker.executor import DeviceTimes, EventStep, StreamClock
+from asyncllm.worker.executor import EventStep, StreamClock
 from asyncllm.worker.work_counts import WorkCounts
 from tests.engine.builders import make_request, make_scheduler, run_step
 

@@ -15,8 +15,7 @@ from asyncllm.engine.step_clock import (
     StepClock,
 )
 from asyncllm.step_plan import PrefillRow, StepPlan
-from asyncllm.types import StepResult
-from asyncllm.worker.executor import DeviceTimes
+from asyncllm.types import DeviceTimes, StepResult
 from tests.engine.builders import make_sequence
 
 PROMPT = PrefillRow(make_sequence(1, [5, 6, 7]), 1, 0, [5, 6, 7], [[1]], ())

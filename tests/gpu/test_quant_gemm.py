@@ -58,7 +58,7 @@ def shape_of(scheme: Scheme, is_even: bool) -> tuple[int, int]:
 
 def matrices(scheme: Scheme, shape: tuple[int, int], has_bias: bool):
     """The matrix as a kernel takes it, and in float32; its bias."""
-    from asyncllm.models.quantization.cuda_kernel import CudaKernel
+    from asyncllm.models.quantization.cuda_kernel import CudaQuantKernel
 
     torch.manual_seed(0)
     weight, scale = quantize(scheme, torch.randn(shape, device=DEVICE))
@@ -68,7 +68,7 @@ def matrices(scheme: Scheme, shape: tuple[int, int], has_bias: bool):
     if has_bias:
         weights["bias"] = torch.randn(shape[0], device=DEVICE, dtype=DTYPE)
     exact = dequantize(scheme, weight, scale, weights.get("offset"))
-    kernel = CudaKernel(DEVICE, DTYPE)
+    kernel = CudaQuantKernel(DEVICE, DTYPE)
     kernel.prepare(scheme, weights)
     return kernel.matrix(scheme, weights), exact, weights.get("bias", torch.zeros(1)).to(DEVICE)
 
@@ -215,7 +215,7 @@ def by_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from asyncllm.kernels.records import Normed
     from asyncllm.models.quantization import select
     from asyncllm.models.quantization.cuda_experts import CudaExperts
-    from asyncllm.models.quantization.cuda_kernel import CudaKernel
+    from asyncllm.models.quantization.cuda_kernel import CudaQuantKernel
 
     for name in ("product", "experts"):  # CUDA's take a norm whose factor is still to come
         plain = getattr(TorchOps, name)
@@ -224,7 +224,7 @@ def by_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         )
     # The interpreter takes programs one after the other.
     monkeypatch.setattr(gemv, "choose_row_tiles", lambda matrix, gated: gemv.RowTiles(64, 128, 4))
-    kernel = CudaKernel(DEVICE, DTYPE, TorchOps())
+    kernel = CudaQuantKernel(DEVICE, DTYPE, TorchOps())
     monkeypatch.setattr(select, "select_kernels", lambda *_: (kernel, CudaExperts(kernel)))
 
 

@@ -143,8 +143,9 @@ def test_no_step_compiles_what_was_launched_early() -> None:
     layer = AttentionLayer(0, 10, 5, 72, 72**-0.5, None, None)
     start = Start(
         device=CUDA, dtype=torch.bfloat16, kv_dtype=torch.bfloat16, block_size=16, layers=[layer],
-        sizes=DenseShape(1, size, intermediate, 8), is_dense=True, attention_backend="flashinfer",
-        has_fast_ops=True, captures_prefills=True, free_decode_sizes=(), new_state=pytest.fail,
+        sizes=DenseShape(1, size, intermediate, 8), dense_weights="PLAIN",
+        attention_backend="flashinfer", has_fast_ops=True, captures_prefills=True,
+        free_decode_sizes=(), new_state=pytest.fail,
     )  # fmt: skip
     with print_compiled() as launched:
         for name in ("rms_norm", "rope_kv_write"):

@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from asyncllm.types import StepResult
-from asyncllm.worker.executor import Collect, DeviceTimes, StreamExecutor
+from asyncllm.types import DeviceTimes, StepResult
+from asyncllm.worker.executor import Collect, StreamExecutor
 
 pytestmark = [
     pytest.mark.gpu,

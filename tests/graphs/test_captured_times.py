@@ -29,6 +29,9 @@ def test_each_is_captured_once_and_replayed_by_turns(monkeypatch: pytest.MonkeyP
         def pool(self) -> str:
             return "the pool"
 
+        def reset(self) -> None:
+            self.is_there = False
+
         def replay(self) -> None:
             order.append(f"replay {self.ms}")
             clock.ms += self.ms if self.is_there else 40.0

@@ -44,14 +44,19 @@ def test_few_are_captured_first() -> None:
     assert first_sizes(default_sizes(256)) == [256, 128, 64, 32, 16, 8, 4, 2, 1]
 
 
-def test_ranks_capture_all_at_the_start() -> None:
-    """One that had no memory left would pad steps to another size than the others."""
-    done: list[int] = []
+@pytest.mark.parametrize("all_have_room", [True, False])
+def test_ranks_capture_later_sizes_where_all_have_room(all_have_room: bool) -> None:
+    """One without memory would pad steps to another size than the others."""
+    found: list[int] = []
     config = replace(EngineArgs().create_engine_config(), mesh=MeshConfig(2))
-    runner: Any = SimpleNamespace(inputs=SimpleNamespace(clear=None))
-    captures = StepCaptures(config, runner, lambda: None, progress=False)
-    captures._capture(done.append, (1, 2, 4, 8, 12, 16), "decode")
-    assert done == [16, 12, 8, 4, 2, 1] and not captures
+    inputs = SimpleNamespace(clear=None, token_ids=torch.zeros(1))
+    runner: Any = SimpleNamespace(inputs=inputs)
+    least = int(all_have_room)
+    captures = StepCaptures(config, runner, lambda: None, lambda own: least, progress=False)
+    captures._capture(found.append, (1, 2, 4, 8, 12, 16), "decode")
+    assert found == [16, 8, 4, 2, 1] and len(captures) == 1
+    captures.capture_one()
+    assert found == [16, 8, 4, 2, 1, *([12] if all_have_room else [])] and not captures
 
 
 def test_a_capture_that_raises_is_not_tried_again() -> None:

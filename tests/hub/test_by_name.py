@@ -114,11 +114,12 @@ def test_pull(
     with caplog.at_level("INFO", "asyncllm"):
         code, out, _ = run(capsys, "pull", NAME)
     assert code == 0 and out == f"{cache}/models--our-org--tiny/snapshots/{COMMIT}\n"
-    assert caplog.messages == [f"downloading {NAME}: 0.00409 GB to {cache}"]
+    assert caplog.messages == [f"downloading {NAME}: 4.09 MB to {cache}"]
     code, out, errors = run(capsys, "pull", f"{NAME}@nowhere")
     assert (code, out) == (1, "") and errors.startswith(f"asyncllm: error: {NAME}@nowhere at http")
     code, out, errors = run(capsys, "pull", "tiny")
     assert (code, out) == (1, "") and "'tiny' is no name on the hub" in errors
+    assert errors.endswith("(it is built in)\n")
 
 
 def test_models(hub: SmallHub, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,7 +135,7 @@ def test_models(hub: SmallHub, cache: Path, capsys: pytest.CaptureFixture[str]) 
     (Path(mine) / "models--a--b" / "refs" / "main").write_text("../../elsewhere")
     code, out, _ = run(capsys, "models")
     words = next(line for line in out.splitlines() if line.startswith(NAME)).split()
-    assert code == 0 and words[1:] == ["main", "0.00", "GB", "natively", "(LlamaForCausalLM)"]
+    assert code == 0 and words[1:] == ["main", "4.35", "MB", "natively", "(LlamaForCausalLM)"]
     code, out, _ = run(capsys, "models", "--download-dir", mine, "--json")
     found = {model["name"]: model for model in json.loads(out)}
     assert found["tiny"]["revision"] == "built in" and found["tiny"]["served"].startswith(
@@ -151,6 +152,17 @@ def test_models_says_what_is_missing(
     EngineArgs(NAME, load_format="dummy").create_engine_config()
     out = run(capsys, "models")[1]
     assert "not yet: without its weights; asyncllm pull completes it" in out
+
+
+def test_models_shows_a_download_that_was_not_completed(
+    hub: SmallHub, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.corrupt = {"model.safetensors"}
+    assert run(capsys, "pull", NAME)[0] == 1
+    line = next(line for line in run(capsys, "models")[1].splitlines() if NAME in line)
+    _, revision, _, unit, *served = line.split()
+    assert (revision, unit) == ("main", "kB")  # of the small files
+    assert " ".join(served) == "not yet: asyncllm pull completes it"
 
 
 def test_doctor_needs_no_weights(hub: SmallHub, capsys: pytest.CaptureFixture[str]) -> None:

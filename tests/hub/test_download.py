@@ -312,7 +312,7 @@ def test_what_does_not_fit_on_the_disk(
     usage = shutil.disk_usage(cache.parent)._replace(free=1_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     said = refusal(cache)
-    assert "0.00409 GB to download, but" in said and "0.001 GB left: free some" in said
+    assert "4.09 MB to download, but" in said and "1 MB left: free some" in said
     assert "GET /model.safetensors" not in hub.paths
 
 

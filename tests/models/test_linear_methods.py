@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import CausalLM, Load
 from asyncllm.models.checkpoint import SINGLE_FILE
+from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.linear_method import (
     LinearMethod,
@@ -25,7 +26,7 @@ from asyncllm.models.layers.linear_method import (
 from asyncllm.models.layers.ops import Epilogue, Norm, Normed, Ops, Out
 from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.loader import load_weights
-from asyncllm.models.registry import ARCHITECTURES
+from asyncllm.models.registry import decoder_spec
 from tests.models.dense_sequence import DenseSequence
 from tests.models.tiny_checkpoints import CONFIGS, CPU, VOCAB_SIZE, WINDOW, random_reference
 
@@ -112,7 +113,7 @@ def load(folder: Path, methods: dict[str, LinearMethod], ops: Ops | None = None)
         )
 
     build = Build(torch.float32, CPU, ops, method_for, WINDOW)
-    model = ARCHITECTURES[config.architecture](config, build)
+    model = DenseDecoder(config, decoder_spec(config, build), build)
     load_weights(model, folder, "auto", seed=0, progress=False)
     return model
 

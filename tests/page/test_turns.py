@@ -205,11 +205,15 @@ def test_refused_for_its_length(chromium: Chromium) -> None:
     """A conversation that the server refuses goes on without its oldest turns."""
 
     async def test(opened: Tab, server: Upstream) -> None:
-        await turn(opened, server, "One " * 400, "First.")
+        server.prompt_tokens = 100
+        server.will_say(*"A token for each letter.")
+        await say(opened, "One " * 400)
+        await opened.until(f"{DONE} && {GAUGE} === '125 of 2,048 tokens'")
         server.refusal = REFUSAL
         await say(opened, "Two")
         await opened.until(f"{DONE} && {ANSWER}.innerText.includes('maximum context')")
-        assert "more than the context holds" in await opened.evaluate(GAUGE)
+        gauge = await opened.evaluate(GAUGE)  # never less than what the server counted
+        assert "125 of 2,048" in gauge and "more than the context holds" in gauge
         server.will_say("Second.")
         await press_button(opened, "#context", "Drop the oldest turns")
         await opened.until(f"{DONE} && {TEXT} === 'Second.'")

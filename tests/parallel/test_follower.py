@@ -15,7 +15,15 @@ import pytest
 from asyncllm.errors import LoRALoadError
 from asyncllm.frames import Frames
 from asyncllm.worker.ranks.follower import Follower
-from asyncllm.worker.ranks.messages import Kind, Message, decode, encode
+from asyncllm.worker.ranks.messages import (
+    CaptureGraph,
+    ClearPages,
+    Kind,
+    Message,
+    WorkerCommand,
+    decode,
+    encode,
+)
 from tests.waiting import PATIENCE_SECONDS
 
 
@@ -47,8 +55,12 @@ def read(folder: Path, place: int) -> None:
         raise MemoryError("none left")
 
 
+commands: list[WorkerCommand] = []
 worker: Any = SimpleNamespace(
-    adapters=SimpleNamespace(read=read), memory=SimpleNamespace(num_pages=1), drain=lambda: None
+    adapters=SimpleNamespace(read=read),
+    memory=SimpleNamespace(num_pages=1),
+    drain=lambda: None,
+    command=commands.append,
 )
 
 
@@ -84,3 +96,12 @@ def test_what_is_no_fault_of_an_adapter_ends_the_rank(rank_0: socket.socket) -> 
     may_read.set()
     rank_0.sendall(encode(Kind.START) + encode(Kind.READ_ADAPTER, 0, "a", 8))
     assert received(rank_0, 2) == [(Kind.READY, 1), (Kind.FAILED, "MemoryError: none left")]
+
+
+def test_commands_are_done_in_their_order(rank_0: socket.socket) -> None:
+    commands.clear()
+    rank_0.sendall(encode(Kind.START))
+    rank_0.sendall(encode(Kind.CAPTURE_GRAPH, 0) + encode(Kind.CLEAR_PAGES, 1, [3]))
+    rank_0.sendall(encode(Kind.SYNC, 2, 0))
+    received(rank_0, 2)
+    assert commands == [CaptureGraph(), ClearPages([3])]

@@ -20,7 +20,7 @@ from asyncllm.step_plan import StateMoves
 from asyncllm.worker.packed_step import (
     Feature,
     PackedStep,
-    PromptLogprobs,
+    PromptLogprobsRow,
     SamplingExtras,
     SlotChanges,
 )
@@ -63,7 +63,7 @@ MIXED = PackedStep(
     changes=SlotChanges(np.ones((2, 13), np.int32), None),
     features=Feature.MASK | Feature.LOGPROBS,
     extras=SamplingExtras(prompt_targets=int32(1, 2, 3)),
-    prompt_logprobs=(PromptLogprobs(0, 1, 3, 2),),
+    prompt_logprobs=(PromptLogprobsRow(0, 1, 3, 2),),
     needs_host=True,
 )
 

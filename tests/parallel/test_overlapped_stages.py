@@ -14,8 +14,8 @@ from asyncllm import (
     StructuredOutputsParams,
 )
 from asyncllm.attention.torch_native import TorchAttention
-from asyncllm.engine.pipeline import Launched
 from asyncllm.step_plan import StepPlan
+from asyncllm.types import LaunchedStep
 from asyncllm.worker import step_captures
 from asyncllm.worker.ranks import processes
 from asyncllm.worker.staged_runner import StagedRunner
@@ -38,7 +38,7 @@ def test_two_steps_of_disjoint_rows_are_begun_before_one_is_ended() -> None:
             most, rows = 0, 0
             launch, end = steps.launch, steps.end
 
-            def launched(plan: StepPlan) -> Launched:
+            def launched(plan: StepPlan) -> LaunchedStep:
                 nonlocal most, rows
                 seqs = {seq.seq_id for seq in plan.sampled}
                 assert not any(seqs & others for others in begun)
@@ -46,7 +46,7 @@ def test_two_steps_of_disjoint_rows_are_begun_before_one_is_ended() -> None:
                 most, rows = max(most, len(begun)), max(rows, len(seqs))
                 return launch(plan)
 
-            async def ended(plan: StepPlan, launched: Launched) -> None:
+            async def ended(plan: StepPlan, launched: LaunchedStep) -> None:
                 assert begun.pop(0) == {seq.seq_id for seq in plan.sampled}
                 await end(plan, launched)
 
@@ -70,7 +70,7 @@ def test_a_step_that_fails_while_another_is_begun(is_ahead: bool) -> None:
             steps = engine._core.steps
             end, num_ends = steps.end, 0
 
-            async def fails_once(plan: StepPlan, launched: Launched) -> None:
+            async def fails_once(plan: StepPlan, launched: LaunchedStep) -> None:
                 nonlocal num_ends
                 num_ends += 1
                 if num_ends == 6:

@@ -45,6 +45,9 @@ class ThreadMesh:
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(sum(self._exchange(x, self._stage)))
 
+    def row_sums(self, x: torch.Tensor) -> None:
+        return None
+
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(self._exchange(x, self._stage), dim=1)
 

@@ -239,6 +239,6 @@ def test_minus_one_needs_room_for_all() -> None:
             body = {"messages": MESSAGES, "max_tokens": 2, "logprobs": True, "top_logprobs": -1}
             status, answer = await server.post(CHAT, body)
             assert status == 400 and answer["error"]["param"] == "top_logprobs"
-            assert "at most 20, got 4096" in answer["error"]["message"]
+            assert "at most 20 (-1 asks for 4096), got 4096" in answer["error"]["message"]
 
     run(test())

@@ -236,7 +236,7 @@ class FakeEngine:
     def lora_activity(self) -> tuple[list[str], list[str]]:
         return ["sql"], []
 
-    def list_loras(self) -> list[LoRARequest]:
+    async def list_loras(self) -> list[LoRARequest]:
         return []
 
     def find_lora(self, lora_name: str) -> LoRARequest | None:

@@ -176,6 +176,29 @@ def test_bad_fields(fields: dict[str, Any], param: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"temperature": "warm"}, "temperature must be a number, got a string"),
+        ({"max_tokens": 8.5}, "max_tokens must be an integer, got a fraction"),
+        ({"stop": 7.5}, "stop must be a string or an array, got a fraction"),
+        ({"messages": "hello"}, "messages must be an array, got a string"),
+        ({"messages": [3]}, "messages[0] must be an object, got an integer"),
+        ({"reasoning_effort": "lots"}, "reasoning_effort must be one of none, minimal, low, medium,"
+         " high, xhigh, max, got 'lots'"),
+        ({"structured_outputs": {"jsno": 1}}, "structured_outputs is not what this route takes: "
+         "Object contains unknown field `jsno`"),
+    ],
+)  # fmt: skip
+def test_a_wrong_type_is_said_in_jsons_words(fields: dict[str, Any], said: str) -> None:
+    async def test() -> None:
+        async with serving() as server:
+            _, answer = await server.post(CHAT, {"messages": HELLO, **fields})
+            assert answer["error"]["message"] == said
+
+    run(test())
+
+
+@pytest.mark.parametrize(
     ("name", "value", "taken"),
     [
         ("max_tokens", 8.0, 8),

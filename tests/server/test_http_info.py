@@ -195,6 +195,28 @@ def test_metrics() -> None:
     run(test())
 
 
+def test_responses_are_counted_by_route_and_class_of_status() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            for prompt in ("a", 1.5):
+                await server.post(COMPLETIONS, {"prompt": prompt})
+            await server.events(COMPLETIONS, {"prompt": "a"})
+            for path in ("/v1/models", "/v1/none", "/v1/none/of/them", COMPLETIONS, "/health"):
+                await server.get(path)
+            _, text = await server.get("/metrics")
+        counted = {
+            tuple(line.split('"')[1::2]): float(line.rsplit(" ", 1)[1])
+            for line in text.splitlines()
+            if line.startswith("http_requests_total{")
+        }
+        assert counted == {
+            (COMPLETIONS, "POST", "2xx"): 2, (COMPLETIONS, "POST", "4xx"): 1,
+            ("/v1/models", "GET", "2xx"): 1, ("none", "GET", "4xx"): 3,
+        }  # fmt: skip
+
+    run(test())
+
+
 def test_load_is_the_number_of_calls_in_progress() -> None:
     async def test() -> None:
         async with serving() as server:

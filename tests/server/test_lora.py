@@ -16,7 +16,9 @@ from openai import AsyncOpenAI
 from safetensors.torch import load_file, save_file
 
 from asyncllm import AsyncLLMEngine
+from asyncllm.lora import CONFIG_FILE, WEIGHTS_FILE
 from asyncllm.model_config import ModelConfig, resolve_model_path
+from asyncllm.models.lora_tensors import AdapterTensors
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.lora import load_modules
 from tests.engine.adapter_files import write_tiny_adapter
@@ -257,6 +259,8 @@ def test_dynamic_lora_invalid_files(tmp_path: Path, spoil: Any, words: str) -> N
     [
         ("trainable_token_indices", [1]),
         ("peft_type", "IA3"),
+        ("init_lora_weights", "pissa_niter_16"),
+        ("init_lora_weights", "olora"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(tmp_path: Path, setting: str, value: Any) -> None:
@@ -445,6 +449,95 @@ def test_paths_outside_the_roots(tmp_path: Path) -> None:
                 assert (await server.post(LOAD, body))[0] == 400
             status, _ = await server.post(LOAD, {"lora_name": "it", "lora_path": "\0"})
             assert status == 400
+
+    run(test())
+
+
+@pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE])
+def test_links_to_files_outside_the_roots(tmp_path: Path, file: str) -> None:
+    outside, roots = write_tiny_adapter(tmp_path / "outside"), tmp_path / "roots"
+    folder = write_tiny_adapter(roots / "it")
+    (folder / file).unlink()
+    (folder / file).symlink_to(outside / file)
+
+    async def test() -> None:
+        body = {"lora_name": "it", "lora_path": str(folder)}
+        async with adapters_served(roots) as server:
+            status, error = await server.post(LOAD, body)
+            assert (status, error["error"]["param"]) == (403, "lora_path")
+        async with adapters_served(tmp_path) as server:  # as a hub's cache has it
+            assert (await post_text(server, LOAD, body))[0] == 200
+
+    run(test())
+
+
+@pytest.mark.parametrize("failure", [MemoryError("no"), RuntimeError("can't allocate memory")])
+def test_a_load_without_memory_fails_alone(
+    tmp_path: Path, failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its place in host memory is there for the next one."""
+    one, two = (write_tiny_adapter(tmp_path / name, i) for i, name in enumerate(("one", "two")))
+    read = AdapterTensors.read
+
+    def fail(tensors: AdapterTensors, name: str, *args: Any) -> torch.Tensor:
+        if str(two) in str(tensors.error("")) and "down_proj.lora_B" in name:
+            raise failure
+        return read(tensors, name, *args)
+
+    async def test() -> None:
+        async with adapters_served(tmp_path, [f"one={one}"], max_loras=2) as server:
+            wanted = await text_of(server, "one")
+            body = {"lora_name": "two", "lora_path": str(two)}
+            with monkeypatch.context() as patch:
+                patch.setattr(AdapterTensors, "read", fail)
+                answers = await asyncio.gather(
+                    *(server.post(LOAD, body) for _ in range(5)),
+                    *(text_of(server, "one") for _ in range(3)),
+                )
+            for status, error in answers[:5]:
+                assert status == 400 and "no memory to read it" in error["error"]["message"]
+            assert list(answers[5:]) == [wanted] * 3
+            assert (await post_text(server, LOAD, body))[0] == 200
+            assert await text_of(server, "two") != wanted
+
+    run(test())
+
+
+def test_names_that_cannot_be(tmp_path: Path) -> None:
+    adapter = write_tiny_adapter(tmp_path / "it")
+
+    async def test() -> None:
+        async with adapters_served(tmp_path) as server:
+            for name, words in ((MODEL, "own name"), ("n" * 257, "257 characters, at most 256")):
+                body = {"lora_name": name, "lora_path": str(adapter)}
+                status, error = await server.post(LOAD, body)
+                assert status == 400 and words in error["error"]["message"]
+
+    run(test())
+
+
+def test_metrics_name_the_adapters_in_use(tmp_path: Path) -> None:
+    """And those that requests wait for, as there is one slot."""
+    one, two = (write_tiny_adapter(tmp_path / name, i) for i, name in enumerate(("one", "two")))
+
+    async def labels(server: Server, wanted: str) -> str:
+        found = ""
+        while wanted not in found:
+            async with server.session.get(f"{server.url}/metrics") as response:
+                (found,) = re.findall(r"lora_requests_info\{(.*)\}", await response.text())
+        return found
+
+    async def test() -> None:
+        modules = [f"one={one}", f"two={two}"]
+        async with adapters_served(tmp_path, modules, max_loras=1) as server:
+            body = PROMPT | {"max_tokens": 100, "stream": True}
+            first = asyncio.create_task(post_text(server, COMPLETIONS, body | {"model": "one"}))
+            alone = 'running_lora_adapters="one",waiting_lora_adapters=""'
+            assert 'max_lora="1"' in await labels(server, alone)
+            second = asyncio.create_task(post_text(server, COMPLETIONS, body | {"model": "two"}))
+            both = 'running_lora_adapters="one",waiting_lora_adapters="two"'
+            await labels(server, both)
+            assert [status for status, _ in await asyncio.gather(first, second)] == [200, 200]
 
     run(test())
 

@@ -46,6 +46,15 @@ def is_busy(server: Served) -> bool:
         return bool(json.load(response)["server_load"])
 
 
+def is_held(server: Served) -> bool:
+    """Nobody is answered."""
+    try:
+        with urllib.request.urlopen(f"{server.url}/health", timeout=0.3):
+            return False
+    except TimeoutError:
+        return True
+
+
 def ends_within(server: Served, seconds: float) -> int:
     start = time.monotonic()
     code = server.process.wait(PATIENCE_SECONDS)
@@ -61,7 +70,8 @@ def test_while_a_template_never_ends(size: int, tmp_path: Path) -> None:
     with served("--chat-template", str(template), "--shutdown-timeout", "1") as server:
         message = {"role": "user", "content": "never" + "x" * size}
         asked = Asked(server.url, "/v1/chat/completions", {"model": MODEL, "messages": [message]})
-        time.sleep(0.3)  # it is being rendered; before that the signal has less to wait for
+        while asked.status is None and not (is_busy if size else is_held)(server):
+            time.sleep(0.01)  # until it is being rendered: before that nothing is to be waited for
         server.process.send_signal(signal.SIGTERM)
         assert ends_within(server, 30) == 0
         asked.join(PATIENCE_SECONDS)

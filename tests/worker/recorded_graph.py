@@ -61,6 +61,9 @@ class RecordedGraph:
     def pool(self) -> Any:
         return "the pool"
 
+    def reset(self) -> None:
+        self._recorder.calls.clear()
+
 
 class ForgetfulGraph(RecordedGraph):
     """`others`: outputs that are lost when it runs, as their memory is shared."""

@@ -279,3 +279,14 @@ def test_every_triton_kernel_that_can_be_is_prewarmed(launched: Launched) -> Non
     assert {*registry.PREWARMED} == {
         k for k, module in modules.items() if hasattr(module, "prewarm")
     }
+
+
+def test_stages_know_the_variants_of_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those whose rows come from the stage before."""
+    monkeypatch.setattr(kernel_prewarm, "has_fast_ops", lambda device, dtype: True)
+    config = EngineArgs("tiny", dtype="bfloat16", pipeline_parallel_size=2).create_engine_config()
+    of_stages = [
+        early_start(replace(config, mesh=replace(config.mesh, rank=rank)), CPU).row_products
+        for rank in range(2)
+    ]
+    assert set(of_stages[1]) <= set(of_stages[0]) and of_stages[1]

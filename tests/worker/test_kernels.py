@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from asyncllm import LLM
+from asyncllm.kernels.gemm.gemm_autotune import Agree
+from asyncllm.models.layers.ops import Ops
 from asyncllm.worker import kernels
 
 
@@ -13,9 +15,9 @@ def sizes_asked_for(monkeypatch: pytest.MonkeyPatch, *, enforce_eager: bool) -> 
     asked: list[set[int]] = []
     select = kernels.select_ops
 
-    def note(device: torch.device, dtype: torch.dtype, sizes: set[int]) -> object:
+    def note(device: torch.device, dtype: torch.dtype, sizes: set[int], agree: Agree | None) -> Ops:
         asked.append(sizes)
-        return select(device, dtype, sizes)
+        return select(device, dtype, sizes, agree)
 
     monkeypatch.setattr("asyncllm.worker.worker.select_ops", note)
     args = {"cuda_graph_sizes": [2, 4], "prefill_graph_sizes": [4, 8]}
@@ -33,4 +35,4 @@ def test_where_nothing_is_captured_no_library_is_opened(monkeypatch: pytest.Monk
         raise AssertionError("32 MiB of workspace for nothing")
 
     monkeypatch.setattr(kernels, "CublasLt", fail)
-    assert kernels._select_gemm(torch.device("cpu"), torch.bfloat16, set()) is None
+    assert kernels._select_gemm(torch.device("cpu"), torch.bfloat16, set(), None) is None

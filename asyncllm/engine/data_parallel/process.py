@@ -45,9 +45,9 @@ class EngineServer:
             case wire.AddAdapter():
                 self._spawn(self._add_adapter(message))
             case wire.RemoveAdapter(name):
-                self.engine.remove_lora(name)
+                self._spawn(self.engine.remove_lora(name))
             case wire.PinAdapter(name):
-                self.engine.pin_lora(name)
+                self._spawn(self.engine.pin_lora(name))
             case wire.ResetPrefixCache():
                 self.engine.reset_prefix_cache()
             case wire.Start():

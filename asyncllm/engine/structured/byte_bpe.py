@@ -1,4 +1,4 @@
-"""llguidance's own byte-level BPE, for tokenizers that it cuts texts like."""
+"""llguidance's own byte-level BPE, for tokenizers for which it gives the same tokens."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from llguidance import LLTokenizer
 
 from asyncllm.engine.text.tokenizer import Tokenizer
 
-# To merge a piece takes the square of its length, and a grammar may force 256 KiB of one letter. So
-# a run is cut where it is as long as no word.
+# Merging a piece takes time with the square of its length, and a grammar may force 256 KiB of one
+# letter. So runs are cut where they are longer than any word.
 LONGEST_RUN = 128
 _BOUNDED = {"+": f"{{1,{LONGEST_RUN}}}", "*": f"{{0,{LONGEST_RUN}}}"}
-# An escape, a class, a quantifier with what makes it lazy or possessive, of a group or not; another
-# character. A class within a class ends too early, and what is left of it is no quantifier's.
+# An escape, a class, a quantifier (of a group or not, maybe lazy or possessive), or another
+# character. A class within a class ends too early, but its rest contains no quantifier.
 _PART = re.compile(
     r"\\[pP]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\)?[+*?][+?]*|\{\d+,\}|.", re.DOTALL
 )
 _ENDLESS = re.compile(r"\)[+*][+?]*|[+*][+?]+|\{\d+,\}")
-SAMPLES = 256  # texts of a few tokens each that both must cut alike
+SAMPLES = 256  # texts of a few tokens that both must tokenize alike
 SAMPLE_TOKENS = 4
 
 
@@ -30,10 +30,10 @@ def byte_bpe(
     special_ids: dict[str, int],
     eos_ids: Iterable[int],
 ) -> LLTokenizer | None:
-    """`tokens`: the bytes of each id, none where there is no such token; `special_ids`: by text.
+    """tokens: the bytes of each id, empty without such a token. special_ids: by text.
 
-    None where the tokenizer is of another kind, or not all of its tokens are numbered as they were
-    merged: which merge comes first is known by nothing else here.
+    None if the tokenizer is of another kind, or if its ids are not in the order of the merges,
+    which is known from nothing else.
     """
     pattern = tokenizer.split_pattern
     pattern = None if pattern is None else bounded(pattern)
@@ -55,7 +55,7 @@ def byte_bpe(
 
 
 def bounded(pattern: str) -> str | None:
-    """The same without a run beyond LONGEST_RUN; None where a quantifier is no plain + or *."""
+    """The pattern with runs of at most LONGEST_RUN; None if a quantifier is no plain + or *."""
     parts = _PART.findall(pattern)
     if "".join(parts) != pattern or any(_ENDLESS.fullmatch(part) for part in parts):
         return None
@@ -64,7 +64,7 @@ def bounded(pattern: str) -> str | None:
 
 def _cuts_alike(ll: LLTokenizer, tokenizer: Tokenizer, plain: Sequence[bytes]) -> bool:
     rng = random.Random(0)
-    whole = [*tokenizer.special_tokens, *tokenizer.added_texts]  # which BPE knows nothing of
+    whole = [*tokenizer.special_tokens, *tokenizer.added_texts]  # which BPE does not know
     words = [token.decode() for token in plain if token.isascii()]
     for _ in range(SAMPLES):
         text = "".join(rng.choices(words, k=SAMPLE_TOKENS))

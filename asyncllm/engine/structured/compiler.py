@@ -1,10 +1,10 @@
-"""Compiles grammars off the loop: within a deadline, few at a time, each once.
+"""Compiles grammars in threads: within a deadline, a few at a time, each once.
 
-llguidance lets go of the GIL while it compiles, and its own limits bound most of what it does. A
-compilation cannot be stopped: one that is over the deadline is refused and goes on in its thread,
-of which there are few; when it ends, its result is kept like any other.
-The threads have a large stack: the library descends once per link of a chain of rules or of
-references, and a stack that overflows would end the process.
+llguidance releases the GIL while it compiles, and has limits of its own. A compilation cannot be
+stopped: if it exceeds the deadline, the request is refused, but the compilation continues in its
+thread and its result is cached.
+The threads have a large stack, because the library recurses over chains of rules and references,
+and a stack overflow would end the process.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ MAX_QUEUED_COMPILES = 128
 MAX_FILL_THREADS = 8
 MAX_CACHED_GRAMMARS = 64
 MAX_REMEMBERED_REFUSALS = 1024
-MAX_CACHED_LEXERS = 64  # that of a hostile grammar takes 20 MB, of a usual one nearly nothing
-MAX_CACHED_GRAMMAR_BYTES = 2**22  # of their keys: what was asked, as JSON
-COMPILE_STACK_BYTES = 2**29  # only what is touched is memory
-"""For the longest chain that fits into `MAX_STRUCTURED_OUTPUT_CHARS`, twice over."""
+MAX_CACHED_LEXERS = 64  # one of a hostile grammar takes 20 MB, usual ones hardly any memory
+MAX_CACHED_GRAMMAR_BYTES = 2**22  # of their keys, the parameters as JSON
+COMPILE_STACK_BYTES = 2**29  # only touched pages take memory
+"""Twice as much as the longest chain in `MAX_STRUCTURED_OUTPUT_CHARS` needs."""
 
-# Copies of a matcher share its lexer, and a lock: a mask waits for the copies' masks. So a grammar
-# has several lexers, as far as they are made quickly.
+# Copies of a matcher share its lexer and a lock, so their masks are filled one after the other. So
+# a grammar has several lexers, if they can be made quickly.
 MAX_LEXERS_SECONDS = 0.05
 
 
 @dataclass(slots=True)
 class CompiledGrammar:
-    """A grammar at its beginning, once for each lexer; constraints share what theirs has learnt."""
+    """The initial matchers of a grammar, one per lexer. Constraints share the lexers' states."""
 
     matchers: list[LLMatcher]
     executor: LLExecutor
@@ -63,7 +63,7 @@ class CompiledGrammar:
     num_constraints: int = 0
 
     def constraint(self, ignore_eos: bool) -> GrammarConstraint:
-        """For one sequence."""
+        """A constraint for one sequence."""
         lexer = self.num_constraints % len(self.matchers)
         self.num_constraints += 1
         matcher = self.matchers[lexer]
@@ -74,17 +74,17 @@ class CompiledGrammar:
 
 
 class GrammarCompiler:
-    """`make_vocabulary` is called on first use, or by `prepare`."""
+    """make_vocabulary: called at the first use, or by `prepare`."""
 
     def __init__(self, make_vocabulary: Callable[[], Vocabulary]) -> None:
         self._vocabulary: Vocabulary | None = None
         self._make_vocabulary = make_vocabulary
-        self._executor: LLExecutor | None = None  # its threads come with the first grammar
-        self._lock = threading.Lock()  # of all below; held for a moment
+        self._executor: LLExecutor | None = None  # starts its threads with the first grammar
+        self._lock = threading.Lock()  # for all attributes below; held shortly
         self._preparing = threading.Lock()
         self._cache: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
         self._cache_bytes = 0
-        self._refused: OrderedDict[bytes, str] = OrderedDict()  # why, by a hash of what was asked
+        self._refused: OrderedDict[bytes, str] = OrderedDict()  # the reason, by a hash of the key
         self._pending: dict[bytes, Future[CompiledGrammar]] = {}
         self._queue: deque[tuple[bytes, StructuredOutputsParams]] = deque()
         self._num_threads = 0
@@ -94,22 +94,22 @@ class GrammarCompiler:
         return len(self._cache)
 
     def prepare(self) -> None:
-        """Make what a grammar would have to wait for, a part at each of two calls."""
+        """Make what the first grammar would wait for, in two parts, one per call."""
         try:
             with self._preparing:
                 if self._vocabulary is None:
                     self._vocabulary = self._make_vocabulary()
                 else:
                     self._vocabulary.prepare()
-        except ValueError:  # said to the requests that ask for a grammar
+        except ValueError:  # reported to requests with a grammar
             pass
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:  # a panic of the library too, which they meet again
+        except BaseException:  # also a panic of the library; requests will get it
             logger.exception("structured outputs could not be prepared")
 
     def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
-        """Blocks. Raises `InvalidRequestError` naming the field, `QueueFullError`."""
+        """Compile, blocking. Raises `InvalidRequestError` naming the field, or `QueueFullError`."""
         found = self._find_or_start(params)
         if isinstance(found, CompiledGrammar):
             return found
@@ -119,11 +119,11 @@ class GrammarCompiler:
             raise self._too_slow(found, params) from None
 
     async def compile_async(self, params: StructuredOutputsParams) -> CompiledGrammar:
-        """The same, without blocking the loop."""
+        """As `compile`, without blocking the event loop."""
         found = self._find_or_start(params)
         if isinstance(found, CompiledGrammar):
             return found
-        # Others may wait for the same one: neither a deadline nor a cancelled task ends it.
+        # Other requests may wait for it, so neither a deadline nor a cancelled task cancels it.
         result = asyncio.wrap_future(found)
         result.add_done_callback(_look_at)
         try:
@@ -152,13 +152,13 @@ class GrammarCompiler:
                     f"{len(self._queue)} grammars wait to be compiled; try again later"
                 )
             if self._num_threads < MAX_CONCURRENT_COMPILES:
-                self._start_thread()  # it takes the lock first
+                self._start_thread()  # which takes the lock first
             future = self._pending[key] = Future()
             self._queue.append((key, params))
         return future
 
     def _start_thread(self) -> None:
-        """A thread ends when the queue is empty: its stack is not kept for nothing."""
+        """The thread ends when the queue is empty, which frees its stack."""
         default = threading.stack_size(COMPILE_STACK_BYTES)
         try:
             threading.Thread(target=self._work, name="asyncllm-grammar", daemon=True).start()
@@ -174,10 +174,10 @@ class GrammarCompiler:
                     return
                 key, params = self._queue.popleft()
                 future = self._pending[key]
-            future.set_running_or_notify_cancel()  # nobody's cancelling may reach it from here on
+            future.set_running_or_notify_cancel()  # it cannot be cancelled from here on
             try:
                 grammar, text = self._compile(params)
-            except BaseException as error:  # a panic of the library too: it is this request's
+            except BaseException as error:  # also a panic of the library
                 if isinstance(error, InvalidRequestError):
                     self._remember(key, str(error))
                 self._settle(key)
@@ -200,14 +200,14 @@ class GrammarCompiler:
             self._trim()
 
     def _remember(self, key: bytes, complaint: str) -> None:
-        """To compile it again would take as long, and end in the same way."""
+        """Remember why a grammar was refused; compiling it again would take as long."""
         with self._lock:
             self._refused[_digest(key)] = complaint
             if len(self._refused) > MAX_REMEMBERED_REFUSALS:
                 self._refused.popitem(last=False)
 
     def _trim(self) -> None:
-        """Drop what was not used for longest, while there is too much. With the lock held."""
+        """Drop the least recently used grammars above the limits. The lock must be held."""
         while (
             len(self._cache) > MAX_CACHED_GRAMMARS
             or self._cache_bytes > MAX_CACHED_GRAMMAR_BYTES
@@ -217,9 +217,9 @@ class GrammarCompiler:
             self._cache_bytes -= len(dropped)
 
     def _compile(self, params: StructuredOutputsParams) -> tuple[CompiledGrammar, str]:
-        """And its text."""
+        """The compiled grammar and its text."""
         vocabulary, executor = self._prepare()
-        if params.after is not None:  # what no text satisfies would show only after the reasoning
+        if params.after is not None:  # an unsatisfiable grammar would only show after the reasoning
             bare = replace(params, after=None)
             first_matcher(vocabulary, grammar_text(bare, vocabulary.special_ids), bare)
         text = grammar_text(params, vocabulary.special_ids)
@@ -228,7 +228,7 @@ class GrammarCompiler:
         return CompiledGrammar([matcher], executor, vocabulary.eos_ids, params.param), text
 
     def _add_lexers(self, grammar: CompiledGrammar, text: str) -> None:
-        """As many as threads fill masks: there is no use for more."""
+        """Add lexers up to the number of threads that fill masks."""
         vocabulary, _ = self._prepare()
         deadline = time.monotonic() + MAX_LEXERS_SECONDS
         while len(grammar.matchers) < _num_fill_threads() and time.monotonic() < deadline:
@@ -260,12 +260,12 @@ class GrammarCompiler:
 
 
 def _num_fill_threads() -> int:
-    """Half of the cores: the loop and the device's driver have work at the same time."""
+    """Half of the cores, as the event loop and the device's driver work at the same time."""
     return min(max(num_cores() // 2, 1), MAX_FILL_THREADS)
 
 
 def _look_at(result: asyncio.Future[CompiledGrammar]) -> None:
-    """Asyncio would complain of an error that comes when nobody waits any more."""
+    """Retrieve the exception: asyncio would log one that comes when nobody waits any more."""
     if not result.cancelled():
         result.exception()
 
@@ -275,7 +275,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def _key(params: StructuredOutputsParams) -> bytes:
-    """The request's wish as bytes, the same for the same."""
+    """The parameters as bytes, the key of the cache."""
     after = params.after
     return orjson.dumps(
         [

@@ -1,9 +1,9 @@
-"""One sequence's place in its grammar: a `TokenConstraint` on llguidance's matcher.
+"""The state of a sequence in its grammar: a `TokenConstraint` with llguidance's matcher.
 
-The text may end only where the grammar may, and must where nothing else may come. Where the
-library gives up (one of its limits, or a state from which nothing leads on) it would say "end
-here"; that is an error here, so that no text passes for complete that is not. It is the grammar's,
-and so the client's: an `InvalidRequestError`, which comes late.
+A text may end only where the grammar may end, and must end where no other token is allowed. If the
+library gives up (at one of its limits, or in a state without a next token) it would allow the end;
+here this is an error, so that no incomplete text looks complete. The client's grammar is the cause,
+so it is an `InvalidRequestError`, raised while the request runs.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from llguidance import LLExecutor, LLMatcher
 
 from asyncllm.errors import InvalidRequestError, RequestFailedError, one_line
 
-_PANIC = "panic:"  # the library's own fault
-_NOT_ALLOWED = "doesn't satisfy the grammar"  # ours: a mask allows what may come
+_PANIC = "panic:"  # an error of the library
+_NOT_ALLOWED = "doesn't satisfy the grammar"  # an error of ours, as masks only allow such tokens
 
 
 class GrammarConstraint:
-    """`lexer`: a number for the lexer that its matcher shares with others.
-    `param`: the field that asked for it.
-    `ignored_ends`: tokens that end the text, to come only where nothing else may.
+    """lexer: the number of the lexer that its matcher shares with others. param: the field of the
+    request. ignored_ends: tokens that end the text, allowed only where no other token is.
     """
 
     __slots__ = ("_executor", "_ignored_ends", "_lexer", "_matcher", "_param")
@@ -45,10 +44,11 @@ class GrammarConstraint:
     def accept_many(
         constraints: list[GrammarConstraint], token_ids: list[list[int]]
     ) -> list[Exception | None]:
-        """`ValueError` for a token that was not allowed, else as `fill_many`."""
+        """Accept each sequence's tokens. An error is a `ValueError` for a token that was not
+        allowed, else as of `fill_many`."""
         rows = range(len(constraints))
         accepted = [True] * len(rows)
-        # One token each is the rule, and done together on several cores; more are forced ones.
+        # Usually one token each, accepted in parallel on several cores; more are forced tokens.
         single = [row for row in _by_lexer(constraints) if len(token_ids[row]) == 1]
         if single:
             pairs = [(constraints[row]._matcher, token_ids[row][0]) for row in single]
@@ -64,7 +64,8 @@ class GrammarConstraint:
     def fill_many(
         constraints: list[GrammarConstraint], bitmasks: np.ndarray
     ) -> list[Exception | None]:
-        """On several cores. `InvalidRequestError` where a grammar cannot be followed further."""
+        """Fill masks on several cores. An error is an `InvalidRequestError` if the grammar has no
+        next token."""
         constraints[0]._executor.unsafe_compute_mask_ptr(
             [(constraints[row]._matcher, row) for row in _by_lexer(constraints)],
             bitmasks.ctypes.data,
@@ -77,7 +78,7 @@ class GrammarConstraint:
         return [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
 
     def _seal(self, bitmask: np.ndarray) -> Exception | None:
-        """Make our own changes in a mask that the library filled; or say why it could not."""
+        """Apply `ignored_ends` to a mask. Returns an error if the library could not fill it."""
         if self._matcher.is_error():
             return self._end()
         if self._ignored_ends:
@@ -85,7 +86,7 @@ class GrammarConstraint:
         return None
 
     def _end(self) -> Exception:
-        """Why it ends before its text may."""
+        """The error of a sequence that ends before its text may."""
         complaint = self._complaint()
         if complaint.startswith(_PANIC):
             return RequestFailedError(f"structured output: {complaint}")
@@ -104,21 +105,21 @@ class GrammarConstraint:
 
 
 def is_dead_end(complaint: str) -> bool:
-    """Whether the library says that no text leads on."""
+    """Whether the library says that no next token exists."""
     return complaint.startswith("NoExtensionBias")
 
 
 def _by_lexer(constraints: list[GrammarConstraint]) -> list[int]:
-    """The library gives each thread neighbours in the list: those that share a lexer wait for each
-    other anyway."""
+    """The order of constraints by lexer. The library gives each thread neighbours in the list, and
+    those with the same lexer wait for each other anyway."""
     return sorted(range(len(constraints)), key=lambda row: constraints[row]._lexer)
 
 
 def _clear_unless_last(bitmask: np.ndarray, token_ids: Collection[int]) -> None:
-    """Take these tokens out, unless no others are left."""
+    """Clear the bits of these tokens, unless no others are allowed."""
     words = bitmask.view(np.uint32)
     allowed = [i for i in token_ids if int(words[i // 32]) >> i % 32 & 1]
-    if not allowed:  # nearly always: in most places a text may not end
+    if not allowed:  # the usual case, as texts may end in few places
         return
     before = bitmask.copy()
     for token_id in allowed:

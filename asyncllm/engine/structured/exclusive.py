@@ -1,7 +1,7 @@
-"""Whether two schemas can be shown to exclude each other: no value satisfies both.
+"""Decides whether two schemas exclude each other: no value satisfies both.
 
-Shown by their types, by their constants, or by a property that one of them requires and to which
-both give constants: the discriminator of a union. A "no" only means: not shown here.
+It compares their types, their constants, and properties that one of them requires and for which
+both list constants (the discriminator of a union). False only means that it could not be shown.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def exclude_each_other(root: dict[str, Any], a: Any, b: Any) -> bool:
 
 
 def _types(schema: dict[str, Any]) -> set[str] | None:
-    """None: not told. An integer is a number."""
+    """The types of a schema; None if it does not list them. An integer is a number."""
     declared = schema.get("type")
     names = [declared] if isinstance(declared, str) else declared
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -57,7 +57,7 @@ def _constants_differ(a: Any, b: Any) -> bool:
 
 
 def _constants(schema: Any) -> set[bytes] | None:
-    """The only values that it allows; None where it does not list them, or lists containers."""
+    """The values that it allows; None if it does not list them, or if some are containers."""
     if not isinstance(schema, dict):
         return None
     values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -67,6 +67,6 @@ def _constants(schema: Any) -> set[bytes] | None:
 
 
 def _canonical(scalar: Any) -> bytes:
-    """Equal JSON values give equal bytes: 1 is 1.0, and not true."""
+    """Bytes that are equal for equal JSON values: 1 equals 1.0, but not true."""
     number = isinstance(scalar, int | float) and not isinstance(scalar, bool)
     return orjson.dumps(float(scalar) if number else scalar)

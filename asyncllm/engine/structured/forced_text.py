@@ -1,10 +1,10 @@
-"""Whether a grammar may force a long text.
+"""Decides whether a grammar may force a long text.
 
-Where only one text can come next, llguidance finds all of it before it says which token may come:
-fast for a property's name, most of a second for `a{1000000}`, at every step. So a grammar that may
-force more than `MAX_FORCED_CHARS` by one terminal is compiled without forcing: its tokens are then
-chosen one by one like any others. (What many terminals force together, llguidance limits itself.)
-These are estimates from the text, and may only be too high.
+If only one text can follow, llguidance determines all of it before it returns the next token: fast
+for the name of a property, but nearly a second for `a{1000000}`, in each step. So a grammar with a
+terminal that may force more than `MAX_FORCED_CHARS` is compiled without forcing; its tokens are
+sampled one by one. (llguidance itself limits the forced text of many terminals.)
+The lengths are estimated from the grammar's text, and are upper bounds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def regex_forces_little(pattern: str) -> bool:
 
 
 def lark_forces_little(grammar: str) -> bool:
-    """Terminals are weighed with those that they name, rules by their literals and regexes."""
+    """The size of a terminal includes those that it names; rules count by literals and regexes."""
     longest_literal = max((len(match[0]) for match in _LITERAL.finditer(grammar)), default=0)
     most_repeated = max(map(product_of_counts, grammar.splitlines()), default=0)
     longest_terminal = LarkTerminals(grammar).max_chars()

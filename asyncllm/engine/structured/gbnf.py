@@ -1,7 +1,7 @@
-"""Which notation a client's grammar is written in, and GBNF (llama.cpp's) as Lark; its limits.
+"""Converts a client's grammar to Lark, if it is written in GBNF (llama.cpp's notation).
 
-llguidance ships the converter; it is Python and takes time with the square of the rules. Terminals
-that name each other take llguidance time with their cube: a minute for 3000. Both are limited.
+llguidance's converter is Python and takes time with the square of the number of rules. Chains of
+terminals take llguidance time with their cube: a minute for 3000. Both are limited.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from asyncllm.errors import InvalidRequestError
 
 MAX_GBNF_CHARS = 2**14
 MAX_TERMINALS = 256
-MAX_TERMINAL_DEPTH = 32  # names within names
+MAX_TERMINAL_DEPTH = 32  # of terminals that name others
 
 _LARK_START = re.compile(r"^\s*(?:%llguidance\b|start\s*(?:\[[^\]]*\]\s*)?:(?!:=))", re.MULTILINE)
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 
 def any_to_lark(grammar: str, param: str) -> str:
-    """Raises `InvalidRequestError` with `param`."""
+    """The grammar as Lark. Raises `InvalidRequestError` with `param`."""
     is_gbnf = "::=" in grammar and not _LARK_START.search(grammar)
     lark = _gbnf_to_lark(grammar, param) if is_gbnf else grammar
     terminals = LarkTerminals(lark)
@@ -48,14 +48,13 @@ def _gbnf_to_lark(grammar: str, param: str) -> str:
         return gbnf_to_lark(_ESCAPE.sub(_as_character, grammar))
     except RecursionError:
         raise InvalidRequestError(f"{param}: nested too deep", param) from None
-    except Exception as error:  # the converter raises bare Exception for what it cannot read
+    except Exception as error:  # the converter raises bare Exception for syntax errors
         raise InvalidRequestError(f"{param}: no GBNF: {error!s:.200}", param) from None
 
 
 def _as_character(escape: re.Match[str]) -> str:
-    """A code point's escape, which the converter spoils, as itself; others as they are.
-
-    Raises `ValueError` for a code point that no text has.
+    """The character of a code point's escape, which the converter would spoil; other escapes are
+    unchanged. Raises `ValueError` for an invalid code point.
     """
     digits = escape[1] or escape[2]
     if digits is None:

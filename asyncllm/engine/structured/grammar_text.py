@@ -1,7 +1,6 @@
-"""A request's structured output as the text of a grammar that llguidance compiles.
+"""Writes the grammar for llguidance of a request's structured output.
 
-Pure: the same parameters give the same text, which is also the key under which the compiled
-grammar is kept. Errors name the field.
+The same parameters always give the same text. Errors name the field.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from asyncllm.engine.structured.lark import LarkBuilder, quoted
 from asyncllm.engine.structured.structural_tag import StructuralTagCompiler
 from asyncllm.structured_outputs import PARAM, ReasoningMarkers, StructuredOutputsParams, parse_json
 
-# Anywhere between two parts of a JSON text. Bounded: a model that has gone astray can write
-# newlines until its tokens are used up.
+# White space between two parts of a JSON text. It is bounded, as a model may write newlines until
+# its tokens are used up.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 AFTER_REASONING = r"/\n{0,2}/"
 
 
 def grammar_text(params: StructuredOutputsParams, special_ids: Mapping[str, int]) -> str:
-    """`special_ids`: the special tokens by their text. Raises `InvalidRequestError`."""
+    """special_ids: the special tokens by their text. Raises `InvalidRequestError`."""
     builder = LarkBuilder(special_ids)
     if params.kind == "grammar" and params.after is None and params.alternative is None:
         lark, forcing = _own_grammar(params)
@@ -39,10 +38,10 @@ def grammar_text(params: StructuredOutputsParams, special_ids: Mapping[str, int]
 
 
 def _whole(params: StructuredOutputsParams, builder: LarkBuilder, answer: str) -> str:
-    """The answer or its alternative, and the reasoning before it."""
+    """The answer or its alternative, with the reasoning before it."""
     markers = params.after
     other = "" if params.alternative is None else f" | {builder.lark(params.alternative)}"
-    if markers is not None and markers.header:  # of messages: the other has headers of its own
+    if markers is not None and markers.header:  # for messages; the alternative has its own headers
         before = f"{builder.text_until(markers.end)} {builder.literal(markers.resumed)}"
         answer = f"{builder.literal(markers.header)} {answer}"
         return f"{_after(markers, builder, before)} {answer}{other}"
@@ -54,7 +53,7 @@ def _whole(params: StructuredOutputsParams, builder: LarkBuilder, answer: str) -
 
 
 def _after(markers: ReasoningMarkers, builder: LarkBuilder, before: str) -> str:
-    """`before`: the rest of the reasoning, which must come where the prompt has begun it."""
+    """before: the rest of the reasoning, which must come if the prompt has begun it."""
     return before if markers.begin is None else f"({builder.literal(markers.begin)} {before})?"
 
 
@@ -77,7 +76,8 @@ def _regex(params: StructuredOutputsParams, builder: LarkBuilder) -> tuple[str, 
 
 
 def _choice(params: StructuredOutputsParams, builder: LarkBuilder) -> tuple[str, bool]:
-    """One terminal: the longest of the choices that begin alike may still come."""
+    """A single terminal, so that of choices with the same beginning the longest remains
+    possible."""
     assert params.choice is not None
     forcing = all(map(regex_forces_little, params.choice))
     return builder.terminal(" | ".join(map(quoted, params.choice))), forcing

@@ -1,11 +1,11 @@
-"""A JSON schema, checked and rewritten so that the grammar made of it is never looser than asked.
+"""Checks and rewrites a JSON schema, so that its grammar is never looser than the schema.
 
-llguidance refuses most of what it cannot enforce, without saying where; some things it takes and
-does not keep (the 29th of February, unique keys under minProperties, integers beyond 2**53), and
-some it refuses although they are plain (`oneOf` of references that exclude each other). This walk
-visits what the schema reaches, names the keyword and its place, and mends the rest.
+llguidance refuses most keywords that it cannot enforce, but does not say where. It accepts some
+that it does not enforce (29 February, unique keys with minProperties, integers above 2**53), and
+refuses some that it could (`oneOf` of references that exclude each other). This module visits all
+reachable parts of the schema, names keywords and places in errors, and rewrites the rest.
 
-Nothing outside the schema is ever looked up: a `$ref` is a JSON pointer into it.
+A `$ref` is a JSON pointer into the schema; nothing outside the schema is read.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from asyncllm.engine.structured.schema_refs import resolve_ref
 from asyncllm.errors import InvalidRequestError
 from asyncllm.formats.text_formats import ANNOTATIONS, DATE
 
-MAX_OBJECT_PROPERTIES = 1024  # of one object: compiling takes time with their square
+MAX_OBJECT_PROPERTIES = 1024  # of one object; compiling takes time with their square
 MAX_ONE_OF_OPTIONS = 64
 MAX_EXACT_INTEGER = 2**53
 
 Schema = dict[str, Any]
 
-# Values with which a keyword that cannot be enforced asks for nothing.
+# Values with which an unenforceable keyword has no effect.
 _UNENFORCEABLE: dict[str, tuple[Any, ...]] = {
     "not": (False,),
     "if": (),
@@ -45,7 +45,7 @@ _UNENFORCEABLE: dict[str, tuple[Any, ...]] = {
     "$recursiveRef": (),
     "x-guidance": (),
 }
-# Keyword -> it means nothing unless one of these stands beside it.
+# Keyword -> keywords without which it has no effect.
 _NEEDS_ONE_OF = {
     "if": ("then", "else"),
     "then": ("if",),
@@ -54,8 +54,8 @@ _NEEDS_ONE_OF = {
     "maxContains": ("contains",),
 }
 
-_CLOCK = "[0-9]{2}:[0-9]{2}:[0-5]"  # no leap second: most minutes have none
-# What llguidance's own expression for a format leaves out.
+_CLOCK = "[0-9]{2}:[0-9]{2}:[0-5]"  # without leap seconds
+# Formats for which llguidance's own expressions are not exact.
 _STRICTER = {"date": f"^{DATE}$", "time": f"^{_CLOCK}", "date-time": f"^{DATE}[Tt]{_CLOCK}"}
 _FORMATS = {
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
@@ -63,10 +63,10 @@ _FORMATS = {
 
 
 def enforceable_schema(root: Schema, param: str, *, close_objects: bool = False) -> Schema:
-    """`root` itself, changed so that what it asks is what will be kept.
+    """`root`, changed in place so that all of it can be enforced.
 
-    `close_objects`: objects that list properties allow no others. Raises `InvalidRequestError`
-    with `param`, naming keyword and place.
+    close_objects: forbid other properties in objects that list properties. Raises
+    `InvalidRequestError` with `param`, naming keyword and place.
     """
     if not isinstance(root, dict):
         raise InvalidRequestError(f"{param} must be a JSON schema object", param)
@@ -126,7 +126,7 @@ class _Walk:
                     )
 
     def _check_open_zero(self, place: str, node: Schema) -> None:
-        """Between an excluded 0 and a bound nearer than 1 llguidance lets the 0 through."""
+        """llguidance allows an excluded 0 if the other bound is nearer than 1."""
         if node.get("type") == "integer":
             return
         for exclusive, same, other in (
@@ -190,7 +190,7 @@ class _Walk:
             self._refuse(place, f"'$ref' {ref!r:.80} points nowhere")
 
     def _check_one_of(self, place: str, node: Schema) -> None:
-        """`oneOf` becomes `anyOf` where no text can be two of its options."""
+        """Replace `oneOf` by `anyOf` if its options exclude each other."""
         options = node.get("oneOf")
         if not isinstance(options, list) or len(options) > MAX_ONE_OF_OPTIONS:
             return

@@ -1,7 +1,7 @@
-"""Lark for llguidance, put together from rules of ours and grammars of the client's.
+"""Builds Lark for llguidance from our own rules and the grammars of a client.
 
-Each client grammar stays a grammar of its own beside the top one (`@name`), so that no name of
-ours can meet one of its own.
+Each client grammar is a separate grammar that the top one refers to (`@name`), so that its names
+cannot clash with ours.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LarkBuilder(LarkText):
         self._grammars: list[dict[str, Any]] = []
 
     def value_of(self, schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-        """JSON by `schema`, with llguidance's own `options`."""
+        """JSON by `schema`, with llguidance's `options`."""
         return self.rule(f"%json {_json_text({**schema, 'x-guidance': options})}")
 
     def regex(self, pattern: str) -> str:
@@ -32,25 +32,25 @@ class LarkBuilder(LarkText):
         return self.terminal(f"/{body}/", f"the regex {pattern!r:.100}")
 
     def lark(self, grammar: str) -> str:
-        """The start of a client's own grammar."""
+        """A reference to a client's grammar."""
         name = f"g{len(self._grammars)}"
         self._grammars.append({"name": name, "lark_grammar": grammar})
         return f"@{name}"
 
     def grammars(self, start: str, *, forcing: bool) -> str:
-        """The grammar that llguidance takes; `start` is an expression of rules made here."""
+        """The complete grammar. start: an expression of rules from this builder."""
         return self.own_grammars(self.build(start), forcing=forcing)
 
     def own_grammars(self, lark: str, *, forcing: bool) -> str:
-        """The same of a whole grammar."""
+        """As `grammars`, for a complete Lark grammar."""
         top = {"lark_grammar": lark if forcing else NO_FORCING + lark}
         return orjson.dumps({"grammars": [top, *self._grammars]}).decode()
 
 
 def quoted(text: str) -> str:
-    """Exactly this text, never a special token."""
+    """A literal of this text, never a special token."""
     return _json_text(text)
 
 
 def _json_text(value: Any) -> str:
-    return orjson.dumps(value).decode().replace("\x7f", "\\u007f")  # which Lark does not read
+    return orjson.dumps(value).decode().replace("\x7f", "\\u007f")  # not allowed in Lark

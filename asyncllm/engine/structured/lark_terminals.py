@@ -1,9 +1,9 @@
-"""The terminals of a Lark grammar: how many, how deep they name each other, how long they may get.
+"""Measures the terminals of a Lark grammar: their number, nesting depth and length.
 
-Read by pattern, not parsed: what looks like a terminal in a literal counts as one, so the numbers
-may only be too high. Terminals are expanded where they are named, so a chain of them costs
-llguidance time with the cube of its length, and one that names itself twice per link doubles.
-No function here calls itself by its closure: that is a cycle, which holds the grammar's text.
+They are found by a pattern, not by parsing, so text in a literal may count as a terminal: the
+numbers are upper bounds. llguidance expands terminals where they are named, so a chain of them
+takes time with the cube of its length, and doubles if each link names the next one twice.
+No function here calls itself by a closure, as that cycle would keep the grammar's text alive.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LarkTerminals:
         return len(self._bodies)
 
     def depth(self) -> int:
-        """The length of the longest chain of names; TOO_MANY where it does not end."""
+        """The length of the longest chain of names; TOO_MANY for a cycle."""
 
         depth = partial(self._depth, {})
         try:
@@ -45,14 +45,14 @@ class LarkTerminals:
             return TOO_MANY
 
     def _depth(self, known: dict[str, int], name: str) -> int:
-        """The length of the chain from this one; `known` gathers them."""
+        """The length of the chain from this terminal; `known` caches results."""
         if name not in known:
             depth = partial(self._depth, known)
             known[name] = 1 + max(map(depth, set(self._named[name])), default=0)
         return known[name]
 
     def max_chars(self) -> int:
-        """The size of the longest terminal, all names and counts in it written out."""
+        """The size of the longest terminal, with all names and counts expanded."""
 
         chars = partial(self._chars, {})
         try:
@@ -61,7 +61,7 @@ class LarkTerminals:
             return TOO_MANY
 
     def _chars(self, known: dict[str, int], name: str) -> int:
-        """The size of this one; `known` gathers them."""
+        """The size of this terminal; `known` caches results."""
         if name not in known:
             body = self._bodies[name]
             written_out = len(body) + sum(map(partial(self._chars, known), self._named[name]))
@@ -70,7 +70,7 @@ class LarkTerminals:
 
 
 def product_of_counts(text: str, count: re.Pattern[str] = _COUNT) -> int:
-    """The product of all repetitions in a text, as if they stood in each other."""
+    """The product of all repetitions in a text, as if they were nested."""
     product = 1
     for digits in count.findall(text):
         if len(digits) > 18:

@@ -1,7 +1,7 @@
-"""A grammar's matcher, or what is wrong with the grammar, in words for who sent it.
+"""Makes the matcher of a grammar, or an error that tells the client what is wrong with it.
 
-The library compiles within limits of its own, and takes some grammars that no text satisfies: those
-are refused here, before a sequence follows one. It knows neither threads nor caches.
+The library compiles within its own limits, and accepts some grammars that no text satisfies. They
+are refused here, before a sequence uses one.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from asyncllm.structured_outputs import StructuredOutputsParams
 
 MAX_ERROR_CHARS = 400
 
-# What a complaint quotes, and where that stands. Of a schema, and of all but a client's own
-# grammar, the text around it is ours.
+# The text and the place that an error of the library quotes. They are of our grammar, unless the
+# client sent a grammar itself.
 _QUOTED_LINE = re.compile(r"\n\s*\d+ \| ")
 _PLACE = re.compile(r"^at \d+\(\d+\): (?:failed to compile JSON schema: )?")
 
-# The library's own bounds. A lexer's states take 1-2 kB each, and stay while a grammar is kept. A
-# row's items take about 20 us each, and every row of the step waits for them: a schema with more
-# choices in one place is refused, nearly always when it is compiled.
+# Limits for the library. A lexer's states take 1-2 kB each while a grammar is cached. The items of
+# a row take about 20 us each, for which all rows of a step wait: a schema with more choices in one
+# place is refused, nearly always when it is compiled.
 _LIMITS = LLParserLimits(max_lexer_states=50_000, step_max_items=5_000, verbose_errors=False)
 
 
 def first_matcher(vocabulary: Vocabulary, text: str, params: StructuredOutputsParams) -> LLMatcher:
-    """The grammar's. Raises `InvalidRequestError` where nothing can satisfy it."""
+    """The first matcher of a grammar. Raises `InvalidRequestError` if no text satisfies it."""
     matcher = another_matcher(vocabulary, text)
     probe = matcher.deep_copy()
-    probe.compute_bitmask()  # what no text satisfies shows here; it warms the copies' lexer
+    probe.compute_bitmask()  # fails if no text satisfies it; warms the lexer of the copies
     forced = probe.compute_ff_tokens()
     if probe.is_error() or not probe.consume_tokens(forced[:1]):
         raise _refusal(params, probe.get_error().removesuffix("<non-verbose/>"))
@@ -43,14 +43,14 @@ def first_matcher(vocabulary: Vocabulary, text: str, params: StructuredOutputsPa
 
 
 def another_matcher(vocabulary: Vocabulary, text: str) -> LLMatcher:
-    """With a lexer of its own, of a grammar that has had its first."""
+    """A further matcher of the same grammar, with its own lexer."""
     tokenizer = vocabulary.tokenizer_for(text)
     return LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
 
 
 def check_noted_terminals(text: str, params: StructuredOutputsParams) -> None:
-    """Raises `InvalidRequestError` where one matches nothing: a text that came to it could not go
-    on. What is too large to be looked at here shows there."""
+    """Raise `InvalidRequestError` for a terminal that matches nothing, at which a text could not
+    continue. Terminals that are too large to check fail at that point."""
     for grammar in orjson.loads(text)["grammars"]:
         for note, body in noted_terminals(grammar["lark_grammar"]):
             probe = LLMatcher(_bytes(), f"start: T\nT: {body}\n", log_level=0, limits=_LIMITS)

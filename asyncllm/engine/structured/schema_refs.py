@@ -25,7 +25,7 @@ def resolve_ref(root: dict[str, Any], ref: str) -> Any:
 
 
 def without_refs(root: dict[str, Any], node: Any) -> Any:
-    """The schema that `node` means, if it is nothing but a reference; else `node`."""
+    """The schema that `node` refers to, if it is only a reference; else `node`."""
     for _ in range(MAX_REF_HOPS):
         if not (isinstance(node, dict) and isinstance(node.get("$ref"), str)):
             return node

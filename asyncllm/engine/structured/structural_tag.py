@@ -1,8 +1,8 @@
-"""Structural tags: free text in which what stands between given marks is constrained.
+"""Structural tags: free text with constrained parts between given marks.
 
-Two notations: the one of triggers (`{"structures": [{"begin", "schema", "end"}], "triggers"}`) and
-the one of formats (`{"type": "structural_tag", "format": {...}}`). A format, or a field of one,
-that has no grammar here is refused by its name.
+There are two notations, with triggers (`{"structures": [{"begin", "schema", "end"}], "triggers"}`)
+and with formats (`{"type": "structural_tag", "format": {...}}`). Unknown formats and fields are
+refused by name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Fields = dict[str, Any]
 
 
 class StructuralTagCompiler:
-    """`json_options`: llguidance's, for each schema in it."""
+    """json_options: llguidance's options for all schemas."""
 
     def __init__(self, builder: LarkBuilder, json_options: Fields, close_objects: bool) -> None:
         self._builder = builder
@@ -29,7 +29,7 @@ class StructuralTagCompiler:
         self._close_objects = close_objects
 
     def expression(self, tag: Fields) -> str:
-        """Raises `InvalidRequestError`."""
+        """The tag as a Lark expression. Raises `InvalidRequestError`."""
         if "structures" in tag or "triggers" in tag:
             fields = _fields(tag, "", {"structures", "triggers"}, {"type"})
             return self._triggered(
@@ -87,7 +87,7 @@ class StructuralTagCompiler:
 
     def _content_and_end(self, fields: Fields) -> str:
         end = _text(fields["end"], "end")
-        if "schema" in fields:  # as the triggers' notation has it
+        if "schema" in fields:  # the notation with triggers
             return f"{self._schema(fields['schema'])} {self._builder.literal(end)}"
         content = fields["content"]
         if isinstance(content, dict) and content.get("type") == "any_text" and end:
@@ -100,7 +100,7 @@ class StructuralTagCompiler:
         return self._triggered({**fields, "tags": tags})
 
     def _triggered(self, fields: Fields) -> str:
-        """Any text, but after a trigger one of the tags that begin with it."""
+        """Free text; a trigger must be followed by the rest of a tag that begins with it."""
         triggers = [_text(t, "triggers") for t in _list(fields["triggers"], "triggers")]
         by_trigger: dict[str, list[str]] = {}
         for tag in fields["tags"]:
@@ -124,7 +124,7 @@ class StructuralTagCompiler:
         return self._repeated(self._builder.rule(" | ".join(tags)), fields, separator)
 
     def _repeated(self, call: str, fields: Fields, separator: str | None) -> str:
-        """With a separator nothing else may stand between the calls; without, any text may."""
+        """With a separator, only it may come between the calls; without, any text may."""
         once = _bool(fields.get("stop_after_first", False), "stop_after_first")
         needed = _bool(fields.get("at_least_one", False), "at_least_one")
         if separator is not None:
@@ -165,7 +165,7 @@ def _tag_fields(node: Any) -> Fields:
 
 
 def _fields(node: Any, kind: str, required: set[str], optional: set[str] = frozenset()) -> Fields:  # type: ignore[assignment]
-    """`node`, which has these fields and no others that say something."""
+    """`node`, after checking that it has the required fields, and no others with a value."""
     where = f" of {kind!r}" if kind else ""
     if not isinstance(node, dict):
         raise _refusal(f"what stands for a tag or a format{where} must be an object")

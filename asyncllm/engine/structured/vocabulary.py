@@ -1,13 +1,13 @@
-"""The tokenizer as llguidance wants it: each token's bytes, which are special, which end a text.
+"""The tokenizer for llguidance: the bytes of each token, special tokens, tokens that end a text.
 
-Made once per engine: the library builds a trie of all tokens, which takes 0.5 s for 128k of them,
-with the GIL held. So it is made when nobody has asked for anything for a while, or for the first
-grammar if that comes before.
-The bytes are those that the detokenizer shows, so a token may come where its text may.
+It is made once per engine: the library builds a trie of all tokens, which takes 0.5 s for 128k
+tokens, with the GIL held. So it is made when the engine has been idle for a while, or for the first
+grammar if that comes before. The bytes are those that the detokenizer returns, so a token is
+allowed where its text is.
 
-Where a text is forced, the library asks for its tokens, in the threads that fill masks. It answers
-itself where `byte_bpe` can; else it asks Python, for which each thread needs the GIL, which the
-loop has, and a thread state, for which it maps memory: several times as long as a mask takes.
+The library tokenizes forced text in the threads that fill masks. If `byte_bpe` supports the
+tokenizer, this needs no Python. Otherwise each thread needs the GIL, which the event loop holds,
+and a thread state, for which memory is mapped: several times as long as a mask takes.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from llguidance import LLTokenizer
 from asyncllm.engine.structured.byte_bpe import byte_bpe
 from asyncllm.engine.text.tokenizer import Tokenizer
 
-SENTINEL = "\x02"  # nothing that a tokenizer joins with what follows
+SENTINEL = "\x02"  # no tokenizer merges it with the next character
 
 
 class Vocabulary:
-    """`special_ids`: special tokens by their text, which a grammar names and plain text never is.
+    """special_ids: special tokens by their text, which a grammar names and plain text never gives.
 
-    Its bitmasks have `vocab_size` bits, in int32 words: the model's logits, which may be more or
-    fewer than the tokenizer's ids.
+    Its bitmasks have `vocab_size` bits in int32 words, one for each of the model's logits, which
+    may be more or fewer than the tokenizer's ids.
     """
 
     def __init__(
         self, tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Iterable[int]
     ) -> None:
-        """Raises `ValueError` where no token ends a text, or tokens have no bytes of their own."""
+        """Raises `ValueError` if no token ends a text, or if the bytes of tokens are not known."""
         if tokenizer is None:
             raise ValueError("this engine has no tokenizer")
         self.eos_ids = tuple(sorted(eos_ids))
@@ -53,13 +53,14 @@ class Vocabulary:
             self._asking_python()
 
     def tokenizer_for(self, grammar: str) -> LLTokenizer:
-        """BPE is not all there is to an added token: text is cut around it before all else."""
+        """For a grammar with the text of an added token, the one that asks Python: texts are split
+        at added tokens before BPE."""
         if self._bpe is None or any(text in grammar for text in self._added_texts):
             return self._asking_python()
         return self._bpe
 
     def prepare(self) -> None:
-        """Make ahead all that the first grammar with an added token would wait for."""
+        """Make what the first grammar with an added token would wait for."""
         if self._added_texts:
             self._asking_python()
 
@@ -72,7 +73,7 @@ class Vocabulary:
 
 
 class _Words:
-    """The attributes and the call that llguidance asks of a tokenizer."""
+    """The interface that llguidance requires of a tokenizer."""
 
     is_tokenizer_wrapper = True
     ll: LLTokenizer
@@ -81,15 +82,15 @@ class _Words:
         self._tokenizer = tokenizer
         self.eos_token_id = eos_ids[0]
         self.bos_token_id = tokenizer.bos_token_id
-        # token_bytes of an id that no token has is empty: such a token never comes.
+        # The token_bytes of an unknown id are empty, so it is never allowed.
         self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
         self.special_token_ids = [i for i in sorted(tokenizer.special_ids) if i < vocab_size]
 
     def __call__(self, text: str) -> list[int]:
-        """Forced text to tokens: as the tokenizer would in the middle of a text, if it can.
+        """The tokens of forced text, as in the middle of a text.
 
-        Not where it would see a special token in it, and not with the space that some put before
-        a text: those appear in front of the sentinel, which is cut off with it.
+        If the tokenizer finds a special token in it, they are the library's greedy tokens. Some
+        tokenizers put a space before a text: it comes before the sentinel, and is cut off with it.
         """
         data = text.encode()
         for sentinel in ("", SENTINEL):
@@ -101,7 +102,7 @@ class _Words:
         return self.ll.greedy_tokenize(text)
 
     def _last_bytes(self, ids: list[int], num_bytes: int) -> list[int]:
-        """The last of these tokens that make up so many bytes, or as few more as they can."""
+        """The fewest last tokens with at least so many bytes."""
         start = len(ids)
         while start and num_bytes > 0:
             start -= 1

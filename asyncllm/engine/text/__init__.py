@@ -1,1 +1,1 @@
-"""Between text and token ids: templates and prompts in, detokenised text and stop strings out."""
+"""Converts prompts and chats to token ids, and token ids to text with stop strings."""

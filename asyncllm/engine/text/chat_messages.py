@@ -1,8 +1,7 @@
-"""OpenAI chat messages made ready for a chat template.
+"""Normalises OpenAI chat messages for a chat template.
 
-Templates are written for plain data: content as one string (some: as a list of parts), tool
-arguments as an object. This turns what clients send into that and refuses what a text model cannot
-take. It never changes its input.
+Templates expect plain data: content as a string (some templates: as a list of parts), tool
+arguments as an object. Parts that a text model cannot take are refused. The input is not changed.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from asyncllm.errors import InvalidRequestError
 ChatMessage = dict[str, Any]
 
 PARAM = "messages"
-MAX_MESSAGES = 2048  # a template runs on the event loop: 10 us a message, with some far more
-MAX_PARTS = 16_384  # of all messages
+MAX_MESSAGES = 2048  # templates run on the event loop: 10 us per message or more
+MAX_PARTS = 16_384  # in all messages
 ROLES_WITH_CONTENT = {"user", "system", "developer"}
-MAX_TOOL_CALLS = 2048  # of all messages: each is answered by one
-# Where each kind of text part keeps its text.
+MAX_TOOL_CALLS = 2048  # in all messages, as each is answered by a message
+# Type of a text part -> key of its text.
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
@@ -51,7 +50,7 @@ def _normalize(message: ChatMessage, index: int, as_parts: bool) -> ChatMessage:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise _error(index, "role must be a non-empty string")
-    # Many templates print a None or fail on it, and take a missing key well.
+    # Many templates print None or fail on it, but accept a missing key.
     result = {key: value for key, value in message.items() if value is not None}
     texts = _texts(message.get("content"), index)
     if role in ROLES_WITH_CONTENT and message.get("content") is None:
@@ -68,7 +67,7 @@ def _normalize(message: ChatMessage, index: int, as_parts: bool) -> ChatMessage:
         result["tool_calls"] = _parse_tool_calls(tool_calls, index)
     if role == "function":
         result["role"] = "tool"
-    # Clients say either, and so do templates.
+    # Clients and templates use either name.
     reasoning = result.get("reasoning") or result.get("reasoning_content")
     if reasoning is not None:
         result["reasoning"] = result["reasoning_content"] = reasoning
@@ -109,7 +108,7 @@ def _parse_tool_calls(calls: object, index: int) -> list[dict[str, Any]]:
 
 
 def _parse_tool_call(call: object, index: int) -> dict[str, Any]:
-    """The call with its arguments as an object: OpenAI sends them as a JSON string."""
+    """The call with its arguments as an object; OpenAI's clients send a JSON string."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
         raise _error(index, "each of tool_calls must be an object with a 'function'")

@@ -1,8 +1,8 @@
-"""A model's chat template: messages to the text that the model was trained on.
+"""A model's chat template, which renders messages as the text that the model was trained on.
 
-transformers renders it, in jinja2's immutable sandbox. The text already holds its special tokens:
-encode it with `add_special_tokens=False`. A template is a program and may raise anything; whoever
-sent the messages hears of it.
+transformers renders it in jinja2's immutable sandbox. The text contains its special tokens, so it
+must be encoded with `add_special_tokens=False`. A template is a program and may raise anything; the
+error is reported to the client that sent the messages.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from asyncllm.errors import InvalidRequestError, ModelLoadError, one_line
 from asyncllm.formats.tools import MAX_TOOLS
 
 MAX_DOCUMENTS = 1024  # of a chat, for templates that take them
-MAX_ERROR_CHARS = 500  # of a template's complaint, which may quote the whole chat
-# What `render` sets itself, and what would make transformers do more than render. Documents are a
-# template's business.
+MAX_ERROR_CHARS = 500  # of a template's error, which may quote the whole chat
+# Arguments that `render` sets itself, or with which transformers would do more than render.
 RESERVED_KWARGS = {
     *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
     "messages",
@@ -34,7 +33,7 @@ RESERVED_KWARGS = {
 
 
 class ChatTemplate:
-    """`own` replaces the one of the tokenizer `hf`; there may be neither."""
+    """`own` replaces the template of the tokenizer `hf`; both may be missing."""
 
     def __init__(
         self, hf: PreTrainedTokenizerBase, own: str | None, content_format: ContentFormat
@@ -45,17 +44,17 @@ class ChatTemplate:
 
     @property
     def source(self) -> str | dict[str, str] | None:
-        """Its Jinja text, by name where there are several."""
+        """Its Jinja text; if there are several templates, their texts by name."""
         return self._own or self._hf.chat_template
 
     @property
     def text(self) -> str:
-        """Its Jinja text, all of them where there are several; "" without any."""
+        """Its Jinja text, or those of all templates joined; "" without a template."""
         source = self.source or ""
         return source if isinstance(source, str) else "\n".join(source.values())
 
     def check_compiles(self) -> None:
-        """Raises `ModelLoadError` for a syntax error; what else it refuses depends on messages."""
+        """Raise `ModelLoadError` for a syntax error; other errors depend on the messages."""
         try:
             self.render([{"role": "user", "content": "?"}])
         except InvalidRequestError as error:
@@ -71,9 +70,10 @@ class ChatTemplate:
         template_kwargs: dict[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> str:
-        """The prompt as the template writes it. Raises `InvalidRequestError`.
+        """The rendered prompt. Raises `InvalidRequestError`.
 
-        `chat_template` replaces this one: a program, only from those who are trusted.
+        `chat_template` replaces this template. It is a program, so it must come from a trusted
+        client.
         """
         kwargs = template_kwargs or {}
         _check_arguments(tools, kwargs)
@@ -132,12 +132,12 @@ def _check_arguments(tools: list[dict[str, Any]] | None, kwargs: dict[str, Any])
 
 
 def read_chat_template(template: str) -> str:
-    """The Jinja text of `template`, which is a file's name or that text itself."""
+    """The Jinja text of `template`, which is a file name or the text itself."""
     path = Path(template)
     try:
         if path.is_file():
             return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # not a possible name, or not readable
+    except (OSError, ValueError) as error:  # no valid name, or not readable
         if not _looks_like_jinja(template):
             raise ModelLoadError(f"chat template {template!r}: {error}") from error
     if not _looks_like_jinja(template):

@@ -1,7 +1,7 @@
-"""Whether a chat template wants a message's content as a string or as OpenAI's list of parts.
+"""Detects whether a chat template takes a message's content as a string or as a list of parts.
 
-Templates that can take parts go through them in a loop; the others print what they are given, and
-would print a list as Python writes it. This looks for such a loop, as vLLM's `auto` does.
+A template for parts iterates over them; another would print the list in Python's notation. As in
+vLLM's `auto`, the template is searched for such a loop.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from jinja2 import Environment, TemplateError, nodes
 CONTENT = "content"
 
 
-@lru_cache(maxsize=8)  # the server's own, and those that requests bring
+@lru_cache(maxsize=8)  # the server's template, and those of requests
 def detect_content_format(template: str) -> Literal["string", "openai"]:
-    """ "string" for a template that cannot be read, too: rendering will say what is wrong."""
+    """Returns "string" also for a template with syntax errors; rendering will report them."""
     try:
         tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
     except TemplateError:
@@ -27,7 +27,7 @@ def detect_content_format(template: str) -> Literal["string", "openai"]:
 
 
 def _names_of_content(tree: nodes.Template) -> set[str]:
-    """`content` itself, and variables that are set to a message's."""
+    """`content`, and variables that are set to the content of a message."""
     names = {CONTENT}
     for assignment in tree.find_all(nodes.Assign):
         if isinstance(assignment.target, nodes.Name) and _is_content(assignment.node, names):

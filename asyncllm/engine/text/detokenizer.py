@@ -1,12 +1,13 @@
-"""Token ids to text, one token at a time, for one sequence.
+"""Converts the token ids of one sequence to text, one token at a time.
 
-The deltas of `push` and of the last `flush` join to the text that the tokenizer decodes from all
-output ids where they stand, after the prompt. A character that is split over tokens is held until
-it is whole; bytes that can no longer become one turn into U+FFFD at once, those still waiting at
-the end in `flush`. It knows no stop strings.
+The deltas of `push` and of the final `flush` join to the text that the tokenizer decodes from all
+output ids after the prompt. A character that is split over tokens is held back until it is
+complete. Bytes that can no longer become a character turn into U+FFFD at once; those that wait at
+the end, in `flush`. Stop strings are handled in stop_checker.py.
 
-`TableDetokenizer` looks a token up and is the hot path. `WindowDetokenizer` serves every other
-decoder: it decodes the last few tokens with and without the new one; the difference is new.
+`TableDetokenizer` looks tokens up in a table and is the hot path. `WindowDetokenizer` is for all
+other decoders: it decodes the last few tokens with and without the new one, and returns the
+difference.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from asyncllm.engine.text.token_pieces import (
     strip_leading_spaces,
 )
 
-MAX_CHARACTER_BYTES = 4  # of UTF-8, and so the most tokens that one character is split over
-MIN_WINDOW_TOKENS = 6  # of context before the first output token; one would do for most decoders
-MAX_WINDOW_TOKENS = 64  # a window whose tokens show nothing is cut here
+MAX_CHARACTER_BYTES = 4  # in UTF-8, so a character is split over at most so many tokens
+MIN_WINDOW_TOKENS = 6  # of context before the first output token; one is enough for most decoders
+MAX_WINDOW_TOKENS = 64  # the most tokens in a window without any text
 
 
 class Detokenizer(Protocol):
     def push(self, token_id: int) -> str:
-        """The text that is certain now and was not before; often one token's, sometimes none."""
+        """The new text that is certain now: often that of one token, sometimes none."""
         ...
 
     def flush(self) -> str:
-        """The text held back. Nothing may be pushed after it."""
+        """The text held back. `push` must not be called afterwards."""
         ...
 
 
 class NoDetokenizer:
-    """For `detokenize=False`: no text at all."""
+    """For `detokenize=False`: it returns no text."""
 
     def push(self, token_id: int) -> str:
         return ""
@@ -49,7 +50,7 @@ class NoDetokenizer:
 
 
 class TableDetokenizer:
-    """For decoders that join their tokens' bytes: see `token_pieces`."""
+    """For decoders that concatenate the bytes of tokens (token_pieces.py)."""
 
     __slots__ = ("_decoder", "_errors", "_is_plain", "_num_to_strip", "_pieces")
 
@@ -58,17 +59,17 @@ class TableDetokenizer:
     ) -> None:
         self._pieces = table.of(skip_special_tokens)
         self._errors = table.errors
-        self._decoder: codecs.IncrementalDecoder | None = None  # made when first needed
-        # Spaces are stripped off the whole text, so any text in the prompt uses this up.
+        self._decoder: codecs.IncrementalDecoder | None = None  # made at its first use
+        # Only the beginning of the whole text is stripped, so not after a prompt with text.
         starts_text = table.num_stripped > 0 and not any(map(self._piece, prompt_ids))
         self._num_to_strip = table.num_stripped if starts_text else 0
-        self._is_plain = not starts_text  # no bytes wait and nothing is to be stripped
+        self._is_plain = not starts_text  # no bytes wait, and nothing needs to be stripped
         self._take_context(prompt_ids)
 
     def push(self, token_id: int) -> str:
         try:
             piece = self._pieces[token_id]
-        except IndexError:  # models pad their vocabulary beyond the tokenizer's
+        except IndexError:  # the model's vocabulary may be padded
             return ""
         if self._is_plain and type(piece) is str:
             return piece
@@ -90,17 +91,17 @@ class TableDetokenizer:
     def _strip(self, text: str) -> str:
         if self._num_to_strip and text:
             rest = strip_leading_spaces(text, self._num_to_strip)
-            # The first other character ends it: it is only the text's beginning that is stripped.
+            # Only spaces before the first other character are stripped.
             self._num_to_strip = 0 if rest else self._num_to_strip - len(text)
             return rest
         return text
 
     def _take_context(self, prompt_ids: Sequence[int]) -> None:
-        """Let a character that the prompt began be completed by the output."""
+        """Let the output complete a character that the prompt began."""
         tail, pieces = b"", self._pieces
         for token_id in reversed(prompt_ids):
             piece = pieces[token_id] if token_id < len(pieces) else ""
-            if piece and type(piece) is str:  # whole characters: what comes before is complete
+            if piece and type(piece) is str:  # whole characters, so all text before is complete
                 break
             tail = as_bytes(piece) + tail
             if len(tail) >= MAX_CHARACTER_BYTES:
@@ -113,9 +114,9 @@ class TableDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any decoder whose text for a token depends only on tokens close before it.
+    """For decoders whose text for a token depends only on a few tokens before it.
 
-    window   [ ids whose text is out ][ ids that wait ]
+    window   [ ids whose text was returned ][ ids that wait ]
              0                        _num_read
     """
 
@@ -126,8 +127,8 @@ class WindowDetokenizer:
         prompt_ids: Sequence[int],
         unspaced: dict[int, str],
     ) -> None:
-        """`decode` skips what `is_shown` denies. `unspaced`: added tokens by id, with their text,
-        of which those that follow each other get no separator from the decoder."""
+        """decode: skips tokens for which `is_shown` is false. unspaced: the text of added tokens by
+        id; the decoder puts no separator between two of them."""
         self._decode = decode
         self._is_shown = is_shown
         self._unspaced = unspaced
@@ -155,7 +156,7 @@ class WindowDetokenizer:
         return self._decode(self._window)[len(self._read_text) :]
 
     def _slide(self) -> None:
-        """The ids just read become the context of the next."""
+        """Make the ids just read the context of the next ones."""
         self._window = self._window[self._num_read :]
         self._num_read = len(self._window)
         self._read_text = self._decode(self._window)
@@ -168,7 +169,8 @@ class WindowDetokenizer:
         return delta
 
     def _context(self, prompt_ids: Sequence[int]) -> list[int]:
-        """The last shown tokens of the prompt: a decoder treats the first of a text specially."""
+        """The last shown tokens of the prompt, as decoders treat the first token of a text
+        differently."""
         context: list[int] = []
         for token_id in reversed(prompt_ids):
             if len(context) == MIN_WINDOW_TOKENS:
@@ -178,7 +180,7 @@ class WindowDetokenizer:
         return context[::-1]
 
     def _num_whole(self, window: list[int]) -> int:
-        """How many ids end before a character that the prompt began and left open."""
+        """The number of ids before an incomplete character at the end of the prompt."""
         for num in range(len(window), max(len(window) - MAX_CHARACTER_BYTES, 0), -1):
             if not self._decode(window[:num]).endswith(REPLACEMENT_CHARACTER):
                 return num

@@ -1,11 +1,11 @@
-"""transformers' tokenizer of a folder, without importing what only models need.
+"""Loads transformers' tokenizer of a folder without imports that only models need.
 
-AutoTokenizer brings in the family's configuration class, and with some versions the generation
-code with scikit-learn and pandas: seconds of a start. For the declarations below the class that it
-chooses is known (a test asks it); every other folder is AutoTokenizer's to load.
+AutoTokenizer imports the family's configuration class, and in some versions the generation code
+with scikit-learn and pandas, which takes seconds. For the declarations below, the class that it
+would choose is known (a test compares); all other folders are loaded by AutoTokenizer.
 
-To read a vocabulary keeps the GIL, while the model's thread wants it: here that happens once.
-transformers reads the file for its few added tokens alone, and before 5.21 copied what it had read.
+Reading a vocabulary holds the GIL, which the model's thread needs, so the file is read only once.
+transformers would read it again for the few added tokens, and before 5.21 copied it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 _GENERIC = ("transformers.tokenization_utils_tokenizers", "TokenizersBackend")
 _QWEN2 = ("transformers.models.qwen2.tokenization_qwen2", "Qwen2Tokenizer")
-# model_type -> the tokenizer_class that a folder declares -> module and class
+# model_type -> tokenizer_class of the folder -> module and class
 _KNOWN = {
     "llama": {"PreTrainedTokenizerFast": _GENERIC, "TokenizersBackend": _GENERIC},
     "qwen2": {"Qwen2Tokenizer": _QWEN2, "Qwen2TokenizerFast": _QWEN2},
@@ -31,12 +31,12 @@ _KNOWN = {
         "Qwen2TokenizerFast": _QWEN2,
     },
 }
-# Files that transformers adds to the tokens of tokenizer.json where the configuration names none.
+# Files whose tokens transformers adds to those of tokenizer.json if the configuration has none.
 _MORE_TOKENS = ("special_tokens_map.json", "added_tokens.json")
 
 
 def load_hf_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Raises what the library raises, which has no common base."""
+    """Raises the library's errors, which have no common base class."""
     known = _known_class(folder)
     if known is None:
         from transformers import AutoTokenizer
@@ -51,7 +51,7 @@ def load_hf_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def _reading_once(generic: Any) -> Any:
-    """That class, but its constructor reads the file, as it does by itself from 5.21 on."""
+    """A subclass whose constructor reads the file, as transformers does since 5.21."""
 
     def convert_to_native_format(cls: type, **kwargs: Any) -> dict[str, Any]:
         return kwargs
@@ -64,20 +64,21 @@ def _reading_once(generic: Any) -> Any:
 
 
 class _AddedTokens(msgspec.Struct):
-    """The part of a tokenizer.json that is read; the vocabulary is passed over."""
+    """The part of tokenizer.json that is decoded; the vocabulary is skipped."""
 
     added_tokens: list[dict[str, Any]]
 
 
 def _added_tokens(folder: Path) -> dict[str, Any]:
-    """The argument that spares transformers reading the file for them; none where others decide."""
+    """The argument with which transformers need not read the file for its added tokens; empty if
+    other files have them."""
     declared = "added_tokens_decoder" in _read(folder / "tokenizer_config.json")
     if declared or any((folder / name).exists() for name in _MORE_TOKENS):
         return {}
     try:
         file = msgspec.json.decode((folder / "tokenizer.json").read_bytes(), type=_AddedTokens)
         return {"added_tokens_decoder": {token.pop("id"): token for token in file.added_tokens}}
-    except (OSError, ValueError, KeyError):  # transformers says what is wrong with it
+    except (OSError, ValueError, KeyError):  # transformers will report it
         return {}
 
 
@@ -93,7 +94,7 @@ def _known_class(folder: Path) -> tuple[str, str] | None:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """{} for what is no JSON object: AutoTokenizer says what is wrong with it."""
+    """The JSON object of a file; {} if it has none, which AutoTokenizer will report."""
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):

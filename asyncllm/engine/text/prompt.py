@@ -1,7 +1,6 @@
-"""The forms that a prompt may take, and which of them one is.
+"""The forms of a prompt: text, token ids, vLLM's dicts of either, or chat messages.
 
-Text, token ids, vLLM's dicts of either, or chat messages. This only tells them apart and checks
-their shape: what a token id or a text means is the input processor's business.
+Here they are told apart, and their structure is checked. The input processor checks the contents.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from asyncllm.errors import InvalidRequestError
 
 
 class TextPrompt(TypedDict):
-    """Text to encode. `add_special_tokens=False` for text that already holds them."""
+    """Text to encode. `add_special_tokens=False` is for text that already has them."""
 
     prompt: Required[str]
     add_special_tokens: NotRequired[bool]
@@ -21,7 +20,7 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """Token ids, used as they are; `prompt` is the text that they came from, if any."""
+    """Token ids, which are used unchanged; `prompt` is their text, if any."""
 
     prompt_token_ids: Required[list[int]]
     prompt: NotRequired[str | None]
@@ -34,7 +33,7 @@ _KNOWN_KEYS = {"prompt", "prompt_token_ids", "add_special_tokens", "cache_salt"}
 
 
 class ParsedPrompt(NamedTuple):
-    """Token ids, messages, or else text. `param` is what the client calls it, `noun` what we do."""
+    """Token ids, messages or text. param: the client's name for it. noun: the name in messages."""
 
     text: str | None = None
     token_ids: list[int] | None = None
@@ -46,7 +45,7 @@ class ParsedPrompt(NamedTuple):
 
 
 def parse_prompt(prompt: PromptInput | ParsedPrompt) -> ParsedPrompt:
-    """Which form it is. Raises `InvalidRequestError` where it is none."""
+    """Find out the form of a prompt. Raises `InvalidRequestError` if it has none."""
     if isinstance(prompt, ParsedPrompt):
         return prompt
     if isinstance(prompt, str):
@@ -95,7 +94,7 @@ def _parse_list(prompt: list) -> ParsedPrompt:
 def _check_ids(ids: object, param: str) -> list[int]:
     if not isinstance(ids, list):
         raise InvalidRequestError(f"{param} must be a list of token ids", param)
-    wrong = set(map(type, ids)) - {int}  # bool is a type of its own here
+    wrong = set(map(type, ids)) - {int}  # so a bool is wrong, too
     if wrong:
         names = ", ".join(sorted(kind.__name__ for kind in wrong))
         raise InvalidRequestError(f"token ids must be integers, got {names}", param)

@@ -1,6 +1,6 @@
-"""A parsed prompt's token ids: rendered, encoded, truncated, each id one of the model's.
+"""Renders, encodes and truncates a parsed prompt, and checks its token ids.
 
-Its one state is what it was made with, so it may run in a thread.
+It has no mutable state, so it may run in a thread.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ class PromptEncoder:
         self._max_model_len = max_model_len
 
     def rendered(self, parsed: ParsedPrompt) -> str:
-        """The text of a prompt of chat messages."""
+        """The text that the template renders for chat messages."""
         assert parsed.messages is not None
         return self.tokenizer_for(parsed.param).render_chat(parsed.messages)
 
     def token_ids(
         self, parsed: ParsedPrompt, text: str | None, params: SamplingParams
     ) -> list[int]:
-        """A list of its own. Raises `InvalidRequestError`."""
+        """The ids in a new list. Raises `InvalidRequestError`."""
         if parsed.token_ids is not None:
-            # Refused before they are looked at, each by each.
+            # Refused before the ids are checked one by one.
             if (
                 params.truncate_prompt_tokens is None
                 and len(parsed.token_ids) > self._max_model_len
@@ -39,7 +39,7 @@ class PromptEncoder:
         else:
             assert text is not None, "a parsed prompt is ids or has a text"
             self._check_num_chars(parsed, text, params)
-            # A chat template has written the special tokens itself.
+            # A chat template writes the special tokens itself.
             add_special_tokens = parsed.add_special_tokens and parsed.messages is None
             ids = self.encode(text, add_special_tokens, parsed.param)
         if params.truncate_prompt_tokens is not None:
@@ -65,17 +65,17 @@ class PromptEncoder:
         return self._tokenizer
 
     def bad_words_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Forbidden words as the token sequences that would write them.
+        """The token sequences of forbidden words.
 
-        A word is forbidden however it is spelled: inside a text without a space before it, at the
-        beginning of a text, and after a space. Raises `InvalidRequestError`.
+        A word is forbidden in all places: inside a text without a space before it, at the beginning
+        of a text, and after a space. Raises `InvalidRequestError`.
         """
         found: dict[tuple[int, ...], None] = {}  # an ordered set
         for word in words:
             spellings = self._spellings(word.lstrip() or word)
             if not all(spellings):
                 raise InvalidRequestError(f"bad_words: {word!r} has no tokens", "bad_words")
-            # A sequence that ends in a forbidden one cannot come either.
+            # A sequence that ends with a forbidden one is forbidden already.
             for ids in spellings:
                 if not any(ids != end and ids[-len(end) :] == end for end in spellings):
                     found[ids] = None
@@ -84,8 +84,9 @@ class PromptEncoder:
         return tuple(found)
 
     def _spellings(self, text: str) -> list[tuple[int, ...]]:
-        """The text's tokens after a line break, at the beginning and after a space."""
-        # Some tokenizers put a space before every text, which a line break keeps off the word.
+        """The text's tokens after a line break, at the beginning of a text, and after a space."""
+        # Some tokenizers put a space before every text; with a line break it is not before the
+        # word.
         before, *spellings = (
             tuple(self.encode(start, False, "bad_words"))
             for start in ("\n", f"\n{text}", text, f" {text}")
@@ -95,7 +96,7 @@ class PromptEncoder:
         return spellings
 
     def check_ids(self, ids: Iterable[int], param: str) -> None:
-        """Each must be in the vocabulary: the embedding has no row for another."""
+        """Raise for ids outside the vocabulary, for which the embedding has no row."""
         for extreme in (min(ids, default=0), max(ids, default=0)):
             if not 0 <= extreme < self._vocab_size:
                 shown = f"token id {extreme}" if abs(extreme) < 2**63 else "a token id"
@@ -105,7 +106,7 @@ class PromptEncoder:
                 )
 
     def _check_num_chars(self, parsed: ParsedPrompt, text: str, params: SamplingParams) -> None:
-        """Refuse unencoded what would not fit if each token were the vocabulary's longest."""
+        """Refuse a text without encoding it if it would not fit even with the longest tokens."""
         longest = self.tokenizer_for(parsed.param).max_chars_per_token
         if params.truncate_prompt_tokens is None and len(text) > longest * self._max_model_len:
             raise ContextLengthError(
@@ -124,7 +125,7 @@ class PromptEncoder:
         )
 
     def _truncate(self, ids: list[int], params: SamplingParams, num_kept: int) -> list[int]:
-        """The last `num_kept` ids, or the first; -1: as many as leave room for the output."""
+        """The last or first `num_kept` ids; -1: as many as leave room for the output."""
         if num_kept > self._max_model_len:
             raise InvalidRequestError(
                 f"truncate_prompt_tokens ({num_kept}) must be at most the context window "

@@ -1,9 +1,9 @@
-"""A chat template is a program of the model's folder, and may never end: rendering has a deadline.
+"""A deadline for rendering chat templates, which are programs and may never end.
 
-On the main thread, where a server's event loop runs, a timer's signal interrupts it, once `serve`
-has installed the handler (an engine inside an application installs none). In another thread an
-exception is raised from outside. Both reach Python code only, between two of its instructions: one
-long call into C, such as a huge multiplication of a text, goes on to its end.
+On the main thread, where a server's event loop runs, the signal of a timer interrupts rendering, if
+`serve` has installed the handler (an engine inside an application installs none). In another thread
+an exception is injected. Both take effect only between two instructions of Python code: a long call
+into C, such as a huge multiplication of a string, is not interrupted.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-LOOP_SECONDS = 1.0  # chats below 8 KiB, which take under a millisecond
-NEXT_LOOP_SECONDS = 0.05  # once one was too slow: each holds every stream
-THREAD_SECONDS = 10.0  # the largest chats take about 2 s
+LOOP_SECONDS = 1.0  # for chats below 8 KiB, which take under a millisecond
+NEXT_LOOP_SECONDS = 0.05  # after one was too slow, as each blocks all streams
+THREAD_SECONDS = 10.0  # for the largest chats, which take about 2 s
 
 
 class RenderTimeoutError(BaseException):
-    """No `Exception`: neither jinja2 nor transformers may catch it."""
+    """It is no `Exception`, so that neither jinja2 nor transformers catches it."""
 
 
 class _Signal:
@@ -36,7 +36,7 @@ class _Signal:
 
 
 def install_signal() -> None:
-    """Call it on the main thread."""
+    """Install the handler; must be called on the main thread."""
     signal.signal(signal.SIGALRM, _on_alarm)
     _Signal.is_installed = True
 
@@ -64,7 +64,8 @@ def limited(render: Callable[[], T]) -> T:
 
 
 class _ThreadDeadline:
-    """Raises `RenderTimeoutError` in the thread that made it, once, unless it is closed before."""
+    """Raises `RenderTimeoutError` once in the thread that created it, unless it is closed
+    before."""
 
     def __init__(self) -> None:
         self._thread_id = threading.get_ident()
@@ -82,10 +83,10 @@ class _ThreadDeadline:
                 _set_exception(self._thread_id, RenderTimeoutError)
 
     def close(self) -> None:
-        """Afterwards nothing is raised any more. Raises what has been on its way.
+        """Nothing is raised after this call; an exception that is pending is raised by it.
 
-        It must not be taken back instead: CPython 3.11 would then look for it for ever, and spin in
-        a function that a profiler watches.
+        A pending exception must not be cancelled instead: CPython 3.11 would then check for it
+        forever, and spin in a function that is being profiled.
         """
         self._timer.cancel()
         with self._lock:
@@ -98,7 +99,7 @@ def _limited_in_thread(render: Callable[[], T]) -> T:
     deadline = _ThreadDeadline()
     try:
         result = render()
-    except RenderTimeoutError:  # it has fired, and does so once
+    except RenderTimeoutError:  # it fires only once
         raise
     except BaseException:
         deadline.close()

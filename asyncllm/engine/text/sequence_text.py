@@ -1,4 +1,4 @@
-"""The text of one sequence as its tokens come: the detokeniser, then the stop strings."""
+"""The text of one sequence, token by token: detokenised, then searched for stop strings."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from asyncllm.types import Request, Sequence
 
 
 class SequenceText:
-    """`push` each token; the last one with `is_last`, or else `close`.
+    """Call `push` for each token, the last one with `is_last`, or else `close` at the end.
 
-    `push` is the detokeniser's own where there are no stop strings: most tokens do that, and
-    a call saved there is a tenth of a token's cost.
+    Without stop strings, `push` is the detokenizer's method itself, which saves a call per token, a
+    tenth of its cost.
     """
 
     __slots__ = ("_detokenizer", "_stops", "push_plain")
@@ -25,9 +25,9 @@ class SequenceText:
         self.push_plain: Callable[[int], str] | None = detokenizer.push if stops is None else None
 
     def push(self, token_id: int | None, is_last: bool) -> tuple[str, str | None]:
-        """The text that may be sent now, and the stop string that ended it, if one did.
+        """The text that may be sent now, and the stop string that ended it, or None.
 
-        `token_id` is None for a token that counts but shows no text, such as EOS.
+        token_id: None for a token without text that counts, such as EOS.
         """
         delta = "" if token_id is None else self._detokenizer.push(token_id)
         if is_last:
@@ -40,7 +40,7 @@ class SequenceText:
         return text, stop
 
     def close(self) -> str:
-        """The text held back, for a sequence that ends between tokens."""
+        """The text held back, for a sequence that ends without a last token."""
         held = self._stops.flush() if self._stops is not None else ""
         return held + self._detokenizer.flush()
 
@@ -48,7 +48,7 @@ class SequenceText:
 def sequence_text(
     request: Request, tokenizer: Tokenizer | None, stops: StopStrings
 ) -> SequenceText:
-    """The text of one of the request's sequences, which share `stops`."""
+    """For one sequence of a request; all its sequences share `stops`."""
     params = request.sampling_params
     if not params.detokenize:
         return SequenceText(NoDetokenizer(), None)
@@ -65,6 +65,6 @@ def sequence_text(
 
 
 def hides_last_token(seq: Sequence) -> bool:
-    """Whether it ended by a token (EOS or a stop token) whose text is not wanted."""
+    """Whether it ended with a token (EOS or a stop token) whose text is not returned."""
     params = seq.request.sampling_params
     return seq.finish_reason == "stop" and not params.include_stop_str_in_output

@@ -1,7 +1,7 @@
-"""The regex by which a byte-level BPE tokenizer cuts a text before it merges the pieces' bytes.
+"""The regex by which a byte-level BPE tokenizer splits a text before it merges bytes.
 
-That is GPT-2's kind, as Llama 3's and Qwen's are. Where tokens are numbered as they were merged,
-the pattern and the tokens' bytes are all that it takes to tokenize as such a tokenizer does.
+Such tokenizers are of GPT-2's kind, like those of Llama 3 and Qwen. If token ids are in the order
+of the merges, the pattern and the tokens' bytes define the tokenizer.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import models, normalizers
 
-# What the library's ByteLevel means by `use_regex`.
+# The regex that the library's ByteLevel applies with `use_regex`.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-# A letter, a digit, a space and another character: where two of them meet again and again, pieces
-# are short. Runs of one kind may be as long as they like.
+# A letter, a digit, a space and another character. If each pair of them is split, pieces are short
+# in texts that alternate between them; runs of one kind may be long.
 _KINDS = ("a", "1", " ", "-")
 _MEETINGS, _MOST_CHARS = 64, 8
 
 
 def split_pattern(raw: RawTokenizer) -> str | None:
-    """None for tokenizers of another kind."""
+    """The pattern; None for tokenizers of another kind."""
     pattern = _pattern(raw)
     if pattern is None or not all(_cuts_between(raw, *pair) for pair in combinations(_KINDS, 2)):
         return None
@@ -52,7 +52,7 @@ def _cuts_between(raw: RawTokenizer, one: str, other: str) -> bool:
 
 
 def _regex(step: dict) -> str | None:
-    """The pattern of a step that makes each match and what is between them a piece."""
+    """The pattern of a step that makes pieces of the matches and of the text between them."""
     if step["type"] != "Split" or step["behavior"] != "Isolated" or step["invert"]:
         return None
     pattern: str | None = step["pattern"].get("Regex")
@@ -60,10 +60,11 @@ def _regex(step: dict) -> str | None:
 
 
 def steps_of(part: Any, name: str) -> list[dict]:
-    """A pre-tokenizer's or decoder's steps as the library's JSON; a sequence calls them `name`."""
+    """The steps of a pre-tokenizer or decoder as the library's JSON; a sequence has them under
+    `name`."""
     if part is None:
         return []
-    # The pickled state is that JSON. `to_str()` holds it too, with megabytes of vocabulary around.
+    # The pickled state is that JSON. `to_str()` has it too, but with megabytes of vocabulary.
     state = json.loads(part.__getstate__())
     steps: list[dict] = state[name] if state["type"] == "Sequence" else [state]
     return steps

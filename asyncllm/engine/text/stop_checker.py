@@ -1,11 +1,11 @@
-"""Stop strings in a text that arrives in pieces.
+"""Searches for stop strings in a text that arrives in pieces.
 
-Nothing that may be the beginning of a stop string leaves before that is decided: the longest suffix
-that begins one is held back, exactly that and no more. The stop string that is complete first wins;
-of two that end with the same character, the longer. So the result does not depend on how the text
-is cut into pieces, which a search for "the first in the list" (vLLM) or "the leftmost" would.
+The longest suffix of the text that is the beginning of a stop string is held back until it is
+decided. The stop string that is complete first wins; of two that end with the same character, the
+longer one. So the result does not depend on how the text is cut into pieces, as it would if the
+first in the list (vLLM) or the leftmost one won.
 
-Per character and stop string this is one step of Knuth, Morris and Pratt, however the text is made.
+It takes one step of the Knuth-Morris-Pratt algorithm per character and stop string.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class StopStrings:
     __slots__ = ("borders", "first_characters", "strings")
 
     def __init__(self, strings: Sequence[str]) -> None:
-        # Longest first: among those that end together the first found is the one to take.
+        # Longest first, so the first one found is the longest of those that end together.
         self.strings = sorted(set(strings), key=len, reverse=True)
         self.borders = [_borders(string) for string in self.strings]
         self.first_characters = frozenset(string[0] for string in self.strings)
@@ -29,9 +29,9 @@ NO_STOP_STRINGS = StopStrings(())
 
 
 class StopChecker:
-    """The state of one sequence. `push` is called once per token, whatever its text.
+    """The state of one sequence. `push` must be called once per token, with or without text.
 
-    A stop string counts only when a token after the first `min_tokens` completes it.
+    A stop string counts only if a token after the first `min_tokens` completes it.
     """
 
     __slots__ = ("_held", "_include", "_matched", "_num_tokens_left", "_stops")
@@ -42,11 +42,11 @@ class StopChecker:
         self._stops = stops
         self._include = include_stop_str_in_output
         self._num_tokens_left = min_tokens
-        self._matched = [0] * len(stops.strings)  # characters of each that the text ends with
+        self._matched = [0] * len(stops.strings)  # characters of each at the text's end
         self._held = ""
 
     def push(self, delta: str) -> tuple[str, str | None]:
-        """The text that may be sent now, and the stop string that ended it, if one did."""
+        """The text that may be sent now, and the stop string that ended it, or None."""
         may_stop = self._num_tokens_left <= 0
         self._num_tokens_left -= 1
         if not self._held and self._stops.first_characters.isdisjoint(delta):
@@ -62,12 +62,12 @@ class StopChecker:
         return text[: len(text) - num_held], None
 
     def flush(self) -> str:
-        """The text held back, when it ends without a stop string."""
+        """The text held back, if the text ends without a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _advance(self, character: str) -> str | None:
-        """Take one character; the longest stop string that it completes."""
+        """Add one character. Returns the longest stop string that it completes."""
         found: str | None = None
         matched = self._matched
         for i, string in enumerate(self._stops.strings):
@@ -84,7 +84,8 @@ class StopChecker:
 
 
 def _borders(string: str) -> list[int]:
-    """borders[n]: the longest proper prefix of `string` that also ends its first n characters."""
+    """borders[n]: the length of the longest proper prefix of the first n characters that is also
+    their suffix."""
     borders = [0] * (len(string) + 1)
     num = 0
     for end in range(1, len(string)):

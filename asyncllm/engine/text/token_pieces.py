@@ -1,12 +1,12 @@
-"""A table of the text that each token id gives, for the decoders that only concatenate.
+"""A table with the text of each token id, for decoders that only concatenate.
 
-Two families of decoders join their tokens' bytes and decode the whole as UTF-8: byte-level ones
-(Llama 3, Qwen) and those of sentencepiece with byte fallback (Llama 2, Mistral, Gemma). For them a
-list indexed by token id replaces the decoder; a decoder of any other kind has no table.
+Two kinds of decoders concatenate the bytes of tokens and decode them as UTF-8: byte-level ones
+(Llama 3, Qwen) and sentencepiece with byte fallback (Llama 2, Mistral, Gemma). For these a list
+indexed by token id replaces the decoder. Other decoders have no table.
 
-Invariant: `decode` gives what the `tokenizers` library gives, except that with byte fallback an
-invalid byte spoils itself alone. The library replaces its whole run of bytes, even characters that
-were complete, which a stream has sent long before.
+Invariant: `decode` returns the same text as the `tokenizers` library, with one exception: with byte
+fallback only an invalid byte itself is replaced. The library replaces its whole run of bytes, with
+complete characters, which a stream has sent already.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asyncllm.engine.text.split_pattern import steps_of
 REPLACEMENT_CHARACTER = "\ufffd"
 REPLACE_EACH_BYTE = "asyncllm.replace_each_byte"  # a codec error handler
 
-# str where the bytes are whole characters by themselves; "" for a token that is not shown
+# str if the bytes are whole characters; "" for a token that is not shown
 Piece = str | bytes
 
 _BYTE_TOKEN = re.compile(r"<0x([+0-9A-Fa-f][0-9A-Fa-f])>")
@@ -39,10 +39,10 @@ codecs.register_error(REPLACE_EACH_BYTE, _replace_each_byte)
 
 @dataclass(frozen=True, slots=True)
 class TokenPieces:
-    """`shown[i]` is token i's piece, `shown_without_special[i]` the same but "" for a special one.
+    """`shown[i]` is the piece of token i; `shown_without_special[i]` is "" for special tokens.
 
-    `errors` is the codec error handler for invalid bytes; `num_stripped` is how many leading spaces
-    the decoder takes off the whole text.
+    errors: the codec error handler for invalid bytes. num_stripped: the number of leading spaces
+    that the decoder strips off the whole text.
     """
 
     shown: list[Piece]
@@ -54,7 +54,7 @@ class TokenPieces:
         return self.shown_without_special if skip_special_tokens else self.shown
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool) -> str:
-        """The text of `token_ids`; an id that no token has is not shown."""
+        """The text of `token_ids`; unknown ids have none."""
         pieces = self.of(skip_special_tokens)
         size = len(pieces)
         data = b"".join(as_bytes(pieces[i]) for i in token_ids if i < size)
@@ -76,7 +76,7 @@ def strip_leading_spaces(text: str, most: int) -> str:
 def build_token_pieces(
     raw: RawTokenizer, tokens: list[str | None], special_ids: frozenset[int]
 ) -> TokenPieces | None:
-    """The table for the tokenizer's decoder, or None where its decoder does more than join."""
+    """The table for the tokenizer's decoder; None if the decoder does more than concatenate."""
     decoder = steps_of(raw.decoder, "decoders")
     if [step["type"] for step in decoder] == ["ByteLevel"]:
         return _build(tokens, special_ids, _byte_level_piece, "replace", 0)
@@ -111,7 +111,7 @@ def _piece(data: bytes) -> Piece:
 
 
 def _byte_level_alphabet() -> dict[int, int]:
-    """GPT-2's code: printable Latin-1 stands for itself, other bytes for characters from U+0100."""
+    """GPT-2's code: printable Latin-1 stands for itself, characters from U+0100 for other bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: byte for byte in printable} | {0x100 + i: byte for i, byte in enumerate(others)}
@@ -121,11 +121,11 @@ _ALPHABET = _byte_level_alphabet()
 
 
 def _byte_level_piece(token: str) -> Piece:
-    if token.isascii():  # each character stands for itself, or the token is an added one
+    if token.isascii():  # each character stands for itself
         return token
     try:
         return _piece(codecs.charmap_encode(token, "strict", _ALPHABET)[0])
-    except UnicodeEncodeError:  # an added token: it stands for its own text
+    except UnicodeEncodeError:  # an added token, which is its own text
         return token
 
 
@@ -133,7 +133,7 @@ def _byte_level_piece(token: str) -> Piece:
 
 
 def _sentencepiece_strip(decoder: list[dict]) -> int | None:
-    """How many leading spaces the chain strips; None where it is not the chain known here."""
+    """The number of leading spaces that the chain of steps strips; None for an unknown chain."""
     types = [step["type"] for step in decoder]
     if types[:3] != ["Replace", "ByteFallback", "Fuse"] or types[3:] not in ([], ["Strip"]):
         return None

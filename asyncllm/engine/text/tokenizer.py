@@ -1,8 +1,8 @@
-"""A model folder's tokenizer: text to ids, ids to text, chat messages to text.
+"""The tokenizer of a model folder: encodes and decodes text, and renders chat messages.
 
-transformers loads it and renders its chat template; encoding and decoding go straight to the
-`tokenizers` object underneath, which is several times faster. It knows no request and no limit of
-the model.
+transformers loads it and renders its chat template. Encoding and decoding call the underlying
+`tokenizers` object, which is several times faster. The limits of models and requests are checked
+elsewhere.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from asyncllm.engine.text.token_pieces import as_bytes, build_token_pieces
 from asyncllm.errors import InvalidRequestError, ModelLoadError, one_line
 from asyncllm.hub.files import VOCABULARY_FILES
 
-# Arguments of a tokenizer that hold paths, or say how it was loaded.
+# Arguments of a tokenizer with paths, or about how it was loaded.
 _HOW_LOADED = {
     "vocab_file", "merges_file", "tokenizer_file", "tokenizer_object", "name_or_path", "cache_dir",
     "chat_template_file", "added_tokens_file", "special_tokens_map_file", "is_local",
     "local_files_only", "backend",
 }  # fmt: skip
-LARGE_TEXT_CHARS = 4_000  # from here on encoding takes milliseconds: no offsets, and off the loop
+LARGE_TEXT_CHARS = 4_000  # longer texts take milliseconds: encoded in a thread, without offsets
 
 
 class Tokenizer:
-    """One tokenizer, shared by all requests. Immutable and safe to encode with in threads."""
+    """One tokenizer, shared by all requests. It is immutable, and threads may encode with it."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Tokenizer:
         content_format: ContentFormat = "auto",
     ) -> None:
         raw: RawTokenizer = hf.backend_tokenizer
-        raw.no_padding()  # a tokenizer.json may ask for either; requests never do
+        raw.no_padding()  # tokenizer.json may enable them
         raw.no_truncation()
         self._hf = hf
         self._raw = raw
@@ -51,7 +51,7 @@ class Tokenizer:
         self.render_chat = self._chat.render
         self._added = {i: token.content for i, token in raw.get_added_tokens_decoder().items()}
         self._tokens = _tokens_by_id(raw, self._added)
-        self.vocab_size = len(self._tokens)  # highest id + 1: there may be holes
+        self.vocab_size = len(self._tokens)  # the highest id + 1; ids may be missing
         self.special_ids = frozenset(
             i for i, token in raw.get_added_tokens_decoder().items() if token.special
         )
@@ -63,27 +63,27 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """The template's Jinja text, all of them where there are several; "" without any."""
+        """The template's Jinja text, or those of all templates joined; "" without a template."""
         return self._chat.text
 
     @property
     def response_template(self) -> object:
-        """How the model's answers are written, where the folder says so (transformers' field)."""
+        """transformers' description of the format of answers, if the folder has it."""
         return getattr(self._hf, "response_template", None)
 
     @property
     def special_tokens(self) -> dict[str, int]:
-        """Text to id of what `skip_special_tokens` leaves out."""
+        """The tokens that `skip_special_tokens` leaves out: text -> id."""
         return {self._added[i]: i for i in sorted(self.special_ids)}
 
     @property
     def added_texts(self) -> list[str]:
-        """Added tokens that are a token wherever they stand, and plain text all the same."""
+        """The added tokens that are not special. They are tokens wherever they occur in a text."""
         return [text for i, text in self._added.items() if i not in self.special_ids]
 
     @property
     def split_pattern(self) -> str | None:
-        """By which a byte-level BPE cuts texts; None for other tokenizers."""
+        """The pattern by which a byte-level BPE splits texts; None for other tokenizers."""
         return split_pattern(self._raw)
 
     @classmethod
@@ -93,7 +93,7 @@ class Tokenizer:
         chat_template: str | None = None,
         content_format: ContentFormat = "auto",
     ) -> Tokenizer:
-        """Load a folder. `chat_template` (a file or the text) replaces the folder's own.
+        """Load a folder. `chat_template` (a file or the text) replaces the folder's template.
 
         Raises `ModelLoadError` naming the file.
         """
@@ -113,9 +113,9 @@ class Tokenizer:
         return tokenizer
 
     def info(self) -> dict[str, Any]:
-        """tokenizer_config.json as it was loaded, with the class and template in force.
+        """tokenizer_config.json as it was loaded, with the class and template that are used.
 
-        JSON values only, and no path of this machine.
+        It has JSON values only, and no paths.
         """
         given = {k: v for k, v in self._hf.init_kwargs.items() if k not in _HOW_LOADED}
         info = json.loads(json.dumps(given, default=str), parse_int=_bounded)
@@ -127,7 +127,7 @@ class Tokenizer:
     # --- ids and text ------------------------------------------------------------------------
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises `InvalidRequestError` for text with lone surrogates."""
+        """The ids of a text. Raises `InvalidRequestError` for lone surrogates."""
         try:
             if len(text) < LARGE_TEXT_CHARS:
                 return self._raw.encode(text, add_special_tokens=add_special_tokens).ids
@@ -142,13 +142,13 @@ class Tokenizer:
         return self._raw.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """The token's own text with its leading space; U+FFFD for a part of a character."""
+        """The token's text with its leading space; U+FFFD for a part of a character."""
         if self._pieces is None:
             return self._raw.decode([token_id], skip_special_tokens=False)
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def token(self, token_id: int) -> str:
-        """As the vocabulary spells it ("Ġis"); "" for an id without a token."""
+        """The token as the vocabulary spells it ("Ġis"); "" for an unknown id."""
         known = self._tokens[token_id] if token_id < len(self._tokens) else None
         return known or ""
 

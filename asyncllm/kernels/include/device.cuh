@@ -60,6 +60,13 @@ __device__ __forceinline__ void copy_async_or_zero(void* to, const void* from, i
                  "l"(from), "r"(bytes)
                  : "memory");
 }
+// 4 or 8 bytes, likewise.
+template <int BYTES>
+__device__ __forceinline__ void copy_async_few(void* to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from),
+                 "n"(BYTES)
+                 : "memory");
+}
 __device__ __forceinline__ void end_copies() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -244,6 +251,25 @@ __device__ __forceinline__ uint32_t to_pair(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
+// (x & mask) | bits, by one instruction.
+__device__ __forceinline__ uint32_t masked_or(uint32_t x, uint32_t mask, uint32_t bits) {
+    uint32_t result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(x), "r"(mask), "r"(bits));
+    return result;
+}
+// Of two words, the first's in the lower bits.
+__device__ __forceinline__ uint32_t lower_halves(uint32_t a, uint32_t b) {
+    return __byte_perm(a, b, 0x5410);
+}
+__device__ __forceinline__ uint32_t upper_halves(uint32_t a, uint32_t b) {
+    return __byte_perm(a, b, 0x7632);
+}
+// bfloat16s, of which both differences are.
+__device__ __forceinline__ uint32_t subtract_pairs(uint32_t pair, uint32_t by) {
+    uint32_t difference;
+    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(difference) : "r"(pair), "r"(by));
+    return difference;
+}
 // For a number below 2^126.
 __device__ __forceinline__ float divide(float x, float by) { return __fdividef(x, by); }
 // 0 where that is below 2^-126.
@@ -293,6 +319,9 @@ namespace {
 
 __device__ __forceinline__ float low(uint32_t pair) { return bits_to_float(pair << 16); }
 __device__ __forceinline__ float high(uint32_t pair) { return bits_to_float(pair & 0xffff0000u); }
+__device__ __forceinline__ float to_float(const void* half) {
+    return low(*static_cast<const uint16_t*>(half));
+}
 __device__ __forceinline__ uint16_t to_half(float x) {
     return static_cast<uint16_t>(to_pair(x, 0) & 0xffff);
 }

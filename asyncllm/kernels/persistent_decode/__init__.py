@@ -4,8 +4,9 @@ A step of a few rows is a read of the weights, and launched kernel by kernel it 
 times a layer: until a kernel's last block has ended, until the next one's first weights come. Here
 one block per SM stays for the whole step and asks for weights and old keys far ahead, across every
 point where blocks wait for each other. The kernel, persistent_decode.cu, is compiled for the
-model's heads. It knows the layout of the KV cache, and does what the layers of a dense decoder do,
-in the same roundings. models/persistent_decode.py launches it.
+model's heads and the format of its layers' weights. It knows the layout of the KV cache, and does
+what the layers of a dense decoder do, in the same roundings. models/persistent_decode.py launches
+it.
 """
 
 from __future__ import annotations
@@ -22,12 +23,25 @@ from asyncllm.kernels.records import AttentionLayer
 
 MAX_ROWS = 8
 MAX_GROUP = 8  # query heads of one KV head
-MAX_LAYERS = 96
 HEAD_DIMS = (64, 128)
 COLUMNS = 256  # of a product's columns a multiple
 FEATURES = 8  # of its outputs
 TOKENS = 8  # of a page
 MAX_BLOCK_SPLITS = 8  # of rows and KV heads, that a block has
+# Columns that a warp takes at a time of quantised weights, where all warps then have some of each
+# product: longer copies are quicker.
+WIDE, LEAST_WIDTH = 512, 2048
+PLAIN = "PLAIN"
+# Quantised weights, by their kind, the columns that share a scale, and whether there are offsets ->
+# in the source.
+FORMATS = {
+    ("fp8", None, False): "FP8",
+    ("int8", None, False): "INT8",
+    ("int4", 128, False): "INT4",
+    ("int4", 128, True): (INT4_OFFSETS := "INT4_OFFSETS"),
+}
+MOST_LAYERS = {INT4_OFFSETS: 56}  # whose pointers have room beside the rest, else
+MAX_LAYERS = 80
 
 _pointer, _int64, _int32, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -36,7 +50,7 @@ class Layer(ctypes.Structure):
     """The kernel's, field by field; null for what there is not."""
 
     _fields_ = (
-        *((name, _pointer * 4) for name in ("weights", "biases", "norms")),
+        *((name, _pointer * 4) for name in ("weights", "scales", "biases", "norms")),
         *((name, _pointer) for name in ("q_norm", "k_norm", "cache")),
     )
 
@@ -45,7 +59,8 @@ class Args(ctypes.Structure):
     """The kernel's, field by field."""
 
     _fields_ = (
-        *((name, _pointer) for name in ("layers", "final_norm", "head", "embeddings", "logits")),
+        *((name, _pointer) for name in ("layers", "final_norm", "head", "offsets")),
+        *((name, _pointer) for name in ("embeddings", "logits")),
         *((name, _pointer) for name in ("exchange", "phase", "stuck", "block_tables", "positions")),
         *((name, _pointer) for name in ("rotary_rows", "cos_sin")),
         *((name, _int64) for name in ("table_stride", "page_stride", "kv_stride", "layer_bytes")),
@@ -61,25 +76,33 @@ def definitions(
     dtype: torch.dtype,
     block_size: int,
     num_blocks: int,
+    weights: str = PLAIN,
 ) -> Definitions | None:
-    """To compile the source with, for a dense decoder; None where it does not support it: by
-    sizes that the kernel divides, and layers that see their whole context."""
-    layer, widths = layers[0], (sizes.hidden_size, sizes.intermediate_size)
+    """To compile the source with, for a dense decoder whose layers' weights are in this format;
+    None where it does not support it: by sizes that the kernel divides, and layers that see their
+    whole context."""
+    layer = layers[0]
+    widths = sizes.hidden_size, sizes.intermediate_size, layer.num_heads * layer.head_dim
     is_supported = (
         dtype is torch.bfloat16
-        and sizes.num_layers <= MAX_LAYERS
+        and sizes.num_layers <= MOST_LAYERS.get(weights, MAX_LAYERS)
         and layer.head_dim in HEAD_DIMS
         and layer.num_heads // layer.num_kv_heads <= MAX_GROUP
         and all(other.window is None for other in layers)
         and all(width % COLUMNS == 0 for width in widths)
-        and layer.num_heads * layer.head_dim % COLUMNS == 0
         and sizes.vocab_size % FEATURES == 0
         # Every block writes logits, and says by them that it waited in vain.
         and sizes.vocab_size >= FEATURES * num_blocks
         and block_size % TOKENS == 0
         and _splits_fit(layer, num_blocks)
     )
-    return shape_definitions(layer, block_size) if is_supported else None
+    if not is_supported:
+        return None
+    shape = shape_definitions(layer, block_size)
+    if weights == PLAIN:
+        return shape
+    is_wide = all(width % WIDE == 0 and width >= LEAST_WIDTH for width in widths)
+    return *shape, f"-DWEIGHTS={weights}", f"-DCOLUMNS={WIDE if is_wide else COLUMNS}"
 
 
 def _splits_fit(layer: AttentionLayer, num_blocks: int) -> bool:
@@ -88,11 +111,11 @@ def _splits_fit(layer: AttentionLayer, num_blocks: int) -> bool:
 
 
 def _definitions_for(start: Start) -> Definitions | None:
-    if not start.is_dense or min(start.free_decode_sizes, default=MAX_ROWS + 1) > MAX_ROWS:
+    is_asked = min(start.free_decode_sizes, default=MAX_ROWS + 1) <= MAX_ROWS
+    if start.dense_weights is None or not is_asked:
         return None
-    return definitions(
-        start.sizes, start.layers, start.kv_dtype, start.block_size, num_sms(start.device)
-    )
+    shape = start.sizes, start.layers, start.kv_dtype, start.block_size
+    return definitions(*shape, num_sms(start.device), start.dense_weights)
 
 
 KERNEL = CudaKernel(

@@ -7,11 +7,14 @@ namespace {
 
 // A thread's two neighbouring outputs of a group, one word: where they go and what is added to them,
 // known before the sums.
+template <Format FORMAT>
 struct Output {
+    static constexpr bool HAS_SCALES = FORMAT == FP8 || FORMAT == INT8;
     bool is_valid;  // false: this thread has none
     int set, unit, row, column;
     int place;                   // bytes
     uint32_t bias[2] = {}, addend = 0;  // as read: to make them floats is to wait for them
+    uint32_t scales[2][2] = {};
 
     // `first_unit`: the group's, of those of its set.
     __device__ __forceinline__ Output(const Args& args, const Operands& operands,
@@ -28,6 +31,13 @@ struct Output {
             && row < args.rows;
         if (!is_valid) return;
         if (operands.addend != nullptr) load_addend(operands);
+        if (HAS_SCALES)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const auto* from = static_cast<const uint32_t*>(operands.scales) + column + i;
+                scales[0][i] = load_fresh_pair(from);
+                if (shape.gated) scales[1][i] = load_fresh_pair(from + shape.features);
+            }
         if (operands.bias == nullptr) return;
         bias[0] = load_fresh_pair(at(operands.bias, column));
         if (shape.gated) bias[1] = load_fresh_pair(at(operands.bias, shape.features + column));
@@ -53,12 +63,12 @@ struct Output {
         const float factor = operands.norm == nullptr ? 1 : factor_of(args, shape, shared, warp);
         float sums[2] = {};
         add_warps(shape, shared, buffer, warp, stage, sums);
-        sums[0] *= factor, sums[1] *= factor;
+        multiply_by(factor, scales[0], sums);
         if (operands.bias != nullptr) sums[0] += low(bias[0]), sums[1] += high(bias[0]);
         if (shape.gated) {
             float others[2] = {};
             add_warps(shape, shared, buffer, warp, stage + 1, others);
-            others[0] *= factor, others[1] *= factor;
+            multiply_by(factor, scales[1], others);
             if (operands.bias != nullptr) others[0] += low(bias[1]), others[1] += high(bias[1]);
 #pragma unroll
             for (int i = 0; i < 2; i++)
@@ -66,6 +76,15 @@ struct Output {
         }
         if (operands.addend != nullptr) sums[0] += low(addend), sums[1] += high(addend);
         store_fresh_pair(operands.out + place, to_pair(sums[0], sums[1]));
+    }
+
+    static __device__ __forceinline__ void multiply_by(float factor, const uint32_t (&scales)[2],
+                                                       float (&sums)[2]) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            if (HAS_SCALES) sums[i] *= UNIT_OF<FORMAT>, sums[i] *= bits_to_float(scales[i]);
+            sums[i] *= factor;
+        }
     }
 
     // For the warps that have one unit.

@@ -97,7 +97,10 @@ __global__ void __launch_bounds__(2 * THREADS, 1) persistent_decode(const Args a
         const int kind = i == 4 * args.num_layers ? HEAD : i % 4;
         const Shape shape = shared.shapes[kind];
         const Operands operands = operands_of(args, layer, kind, shape, exchange, input);
-        product<ROWS>(args, operands, shape, kind, shared, ring, patience, me);
+        if (LAYERS != PLAIN && kind == HEAD)
+            product<ROWS, PLAIN>(args, operands, shape, kind, shared, ring, patience, me);
+        else
+            product<ROWS, LAYERS>(args, operands, shape, kind, shared, ring, patience, me);
         if (kind == QKV) {
             prefetch_norms(args, shared, i / 4);
             empty_layer(args, set ^ 1, i / 4);
@@ -110,8 +113,8 @@ __global__ void __launch_bounds__(2 * THREADS, 1) persistent_decode(const Args a
 
 }  // namespace
 
-EXPORT_LAYOUT(Layer, FIELD(weights), FIELD(biases), FIELD(norms), FIELD(q_norm), FIELD(k_norm), FIELD(cache))
-EXPORT_LAYOUT(Args, FIELD(layers), FIELD(final_norm), FIELD(head), FIELD(embeddings), FIELD(logits),
+EXPORT_LAYOUT(Layer, FIELD(weights), FIELD(scales), FIELD(biases), FIELD(norms), FIELD(q_norm), FIELD(k_norm), FIELD(cache))
+EXPORT_LAYOUT(Args, FIELD(layers), FIELD(final_norm), FIELD(head), FIELD(offsets), FIELD(embeddings), FIELD(logits),
     FIELD(exchange), FIELD(phase), FIELD(stuck), FIELD(block_tables), FIELD(positions), FIELD(rotary_rows),
     FIELD(cos_sin), FIELD(table_stride), FIELD(page_stride), FIELD(kv_stride), FIELD(layer_bytes),
     FIELD(num_layers), FIELD(rows), FIELD(hidden), FIELD(heads), FIELD(kv_heads), FIELD(intermediate),

@@ -2,8 +2,8 @@
 // factor, SiLU, the addition to the residual.
 #pragma once
 
-#include "ring.cuh"
 #include "output.cuh"
+#include "ring.cuh"
 
 namespace {
 
@@ -30,39 +30,61 @@ using Sums = float[GROUP_STAGES / 2][CHAINS][4];
 
 // A warp's slices of x times its stages of a group, which may be the product's first or last. `piece`:
 // of x, on its way from one group to the next.
-template <int ROWS>
+template <int ROWS, Format FORMAT>
 __device__ __forceinline__ void multiply_group(const Args& args, const Operands& operands,
                                                const Shape& shape, const Work& work, int num_stages,
-                                               bool is_first, bool is_last, Piece<ROWS>& piece,
-                                               Sums& sums, Shared& shared, Ring& ring,
-                                               Patience& patience, const Lane& me) {
+                                               bool is_first, bool is_last,
+                                               Piece<ROWS, FORMAT>& piece, Sums& sums,
+                                               Shared& shared, Ring& ring, Patience& patience,
+                                               const Lane& me) {
+    // Registers hold a slice of x while it is used, and the next one on its way, if they are few.
+    constexpr bool IS_AHEAD = LAYERS == PLAIN || ROWS == 1;
+    // A warp's only slice stays in shared memory for the whole product.
+    const bool comes_again = FORMAT == PLAIN || work.num_slices > 1;
     const int num_rows = ROWS == 1 ? 1 : args.rows;
     Inputs& rows = shared.product.x[me.warp];
     Stages& stages = shared.ring[me.warp];
     float squares[ROWS] = {};
     int slice = work.first_slice;
-    if (is_first) piece.load(operands, shape.size, num_rows, slice, me);
+    if (IS_AHEAD && is_first) piece.load(operands, shape.size, num_rows, slice, me);
 #pragma unroll 1
     for (int left = work.num_slices; left > 0; left--) {
-        while (patience.wait(args, shared, piece.is_there(num_rows)))
-            piece.load_missing(operands, shape.size, num_rows, slice, me);
-        piece.store(operands.norm != nullptr, num_rows, squares, rows, me);
-        // The next is on its way while this one is used.
-        slice = left > 1 ? slice + shape.split : work.first_slice;
-        if (left > 1 || !is_last) piece.load(operands, shape.size, num_rows, slice, me);
-        sync_warp();
-        uint4 x[SLICE / 32];  // rows beyond the batch are what they are: so are their outputs
+        if (is_first || comes_again) {
+            if (!IS_AHEAD) piece = {}, piece.load(operands, shape.size, num_rows, slice, me);
+            while (patience.wait(args, shared, piece.is_there(num_rows)))
+                piece.load_missing(operands, shape.size, num_rows, slice, me);
+            piece.store(operands.norm != nullptr, num_rows, squares, rows, me);
+            // The next is on its way while this one is used.
+            slice = left > 1 ? slice + shape.split : work.first_slice;
+            if (IS_AHEAD && comes_again && (left > 1 || !is_last))
+                piece.load(operands, shape.size, num_rows, slice, me);
+            sync_warp();
+        }
+        // Rows beyond the batch are what they are: so are their outputs.
+        [[maybe_unused]] uint4 x[FORMAT == PLAIN ? SLICE<PLAIN> / 32 : 1];
+        if constexpr (FORMAT == PLAIN)
 #pragma unroll
-        for (int window = 0; window < SLICE / 32; window++)
-            x[window] = load_shared_here(window_of(rows.row(me.row), window, me));
+            for (int window = 0; window < SLICE<PLAIN> / 32; window++)
+                x[window] = load_shared_here(window_of(rows.row(me.row), window, me));
         if (is_first && left == 1 && operands.norm != nullptr) store_squares(squares, shared, me);
+        if constexpr (FORMAT == INT4) {
+            const int first = ring.next(shared, me);
+            const int second = num_stages > 2 ? ring.next(shared, me) : first;
+            multiply_groups(sums[0][0], sums[1][0], rows.row(me.row), stages, first, second, me);
+            ring.give_back(shared, first, second, me);
+            continue;
+        }
 #pragma unroll
         for (int pair = 0; pair < GROUP_STAGES / 2; pair++) {
             if (2 * pair >= num_stages) break;
             const bool is_whole = 2 * pair + 1 < num_stages;
             const int upper = ring.next(shared, me);
             const int lower = is_whole ? ring.next(shared, me) : upper;
-            multiply(sums[pair], x, stages.row(upper, me.row), stages.row(lower, me.row), me);
+            const unsigned char *a = stages.row(upper, me.row), *b = stages.row(lower, me.row);
+            if constexpr (FORMAT == PLAIN)
+                multiply(sums[pair], x, a, b, me);
+            else if constexpr (FORMAT != INT4)
+                multiply_bytes<FORMAT>(sums[pair], rows.row(me.row), a, b, me);
             ring.give_back(shared, upper, lower, me);
         }
     }
@@ -70,7 +92,7 @@ __device__ __forceinline__ void multiply_group(const Args& args, const Operands&
 
 // All kinds by one piece of code: the kernel is a step's only one, and each kind's own would not fit
 // where instructions are kept (docs/log/decode.md).
-template <int ROWS>
+template <int ROWS, Format FORMAT>
 __device__ __forceinline__ void product(const Args& args, const Operands& operands,
                                         const Shape& shape, int kind, Shared& shared, Ring& ring,
                                         Patience& patience, const Lane& me) {
@@ -78,17 +100,17 @@ __device__ __forceinline__ void product(const Args& args, const Operands& operan
     const int group_units = GROUP_STAGES >> shape.gated;
     int buffer = 0;
     sync_workers();  // nobody still reads what the last product or the attention left
-    Piece<ROWS> piece;
+    Piece<ROWS, FORMAT> piece;
 #pragma unroll 1
     for (int unit = 0; unit * shape.num_sets < shape.num_own; unit += group_units, buffer ^= 1) {
         const int left = (work.num_units - unit) << shape.gated;
         const int num_stages = left < GROUP_STAGES ? left : GROUP_STAGES;
         Sums sums = {};
-        Output output(args, operands, shape, unit);
+        Output<FORMAT> output(args, operands, shape, unit);
         if (num_stages > 0)
-            multiply_group<ROWS>(args, operands, shape, work, num_stages, unit == 0,
-                                 unit + group_units >= work.num_units, piece, sums, shared, ring,
-                                 patience, me);
+            multiply_group<ROWS, FORMAT>(args, operands, shape, work, num_stages, unit == 0,
+                                         unit + group_units >= work.num_units, piece, sums, shared,
+                                         ring, patience, me);
 #pragma unroll
         for (int i = 0; i < GROUP_STAGES; i++) {  // of output `me.row`, rows 2 * quad and the next
             if (i >= num_stages) break;

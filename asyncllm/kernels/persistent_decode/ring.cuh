@@ -29,32 +29,77 @@ struct Producer {
         if (++slot == DEPTH) slot = 0, phase ^= 1;
     }
 
-    __device__ __forceinline__ void copy_product(const void* weight, int kind) {
+    template <Format FORMAT>
+    __device__ __forceinline__ void copy_product(const void* weight, const void* scales,
+                                                 const void* offsets, int kind) {
         const Shape& shape = shared.shapes[kind];
         const Work work = shared.works[kind][warp];
         const int num_stages = work.num_units << shape.gated;
         of_product = 0;
+        const auto copy = [&](int stage, int after, int slice) {
+            if constexpr (FORMAT == INT4)
+                copy_tiles(weight, scales, offsets, shape, work.set, stage, after, slice);
+            else
+                copy_weights<FORMAT>(weight, shape, work.set, stage, slice);
+        };
         for (int first = 0; first < num_stages; first += GROUP_STAGES) {
             const int after = first + GROUP_STAGES < num_stages ? first + GROUP_STAGES : num_stages;
-            for (int slice = work.first_slice; slice < shape.num_slices(); slice += shape.split)
-                for (int stage = first; stage < after; stage++)
-                    copy_weights(weight, shape, work.set, stage, slice);
+            for (int slice = work.first_slice; slice < shape.num_slices; slice += shape.split)
+                if constexpr (LAYERS == PLAIN)
+                    for (int stage = first; stage < after; stage++) copy(stage, after, slice);
+                else  // short code: there is that of the head, too
+#pragma unroll 1
+                    for (int stage = first; stage < after; stage += FORMAT == INT4 ? 2 : 1)
+                        copy(stage, after, slice);
         }
     }
 
+    // The first output of a stage.
+    __device__ __forceinline__ int output_of(const Shape& shape, int set, int stage) const {
+        const int own = set + (stage >> shape.gated) * shape.num_sets;
+        return (stage & shape.gated) * shape.features + (block_index() + own * num_blocks()) * UNIT;
+    }
+
+    // Of one or two units the tiles of a slice, which are neighbours, and the scales of their groups,
+    // by a lane for each output.
+    __device__ __forceinline__ void copy_tiles(const void* weight, const void* scales,
+                                               const void* offsets, const Shape& shape, int set,
+                                               int stage, int after, int slice) {
+        Barrier& full = begin();
+        const int part = lane / UNIT, half = part % 2, row = lane % UNIT;
+        const int num = after - stage > 1 ? 2 : 1;
+        const int64_t place = static_cast<int64_t>(output_of(shape, set, stage + half)) * shape.size;
+        if (half < num && (HAS_OFFSETS || part == half))
+            copy_async_few<GROUPS * 2>(shared.ring[warp].scale(slot, part, row, 0),
+                                       at(part == half ? scales : offsets,
+                                          (place + row * shape.size) / GROUP + slice * GROUPS));
+        arrive_after_copies(full);
+        sync_warp();
+        if (lane == 0) arrive_and_expect_tx(full, num * GROUPS * TILE_BYTES);
+        sync_warp();
+        if (half < num && lane == half * UNIT)
+            copy_bulk(shared.ring[warp].row(slot, 0) + half * HALF_STAGE,
+                      static_cast<const unsigned char*>(weight) + place / 2
+                          + slice * GROUPS * TILE_BYTES,
+                      GROUPS * TILE_BYTES, full);
+        end();
+    }
+
     // Each of a stage's outputs is a row of it.
+    template <Format FORMAT>
     __device__ __forceinline__ void copy_weights(const void* weight, const Shape& shape, int set,
                                                  int stage, int slice) {
+        constexpr int WEIGHT_BYTES = FORMAT == PLAIN ? 2 : 1;
         Barrier& full = begin();
-        if (lane == 0) arrive_and_expect_tx(full, STAGE_BYTES);
+        if (lane == 0) arrive_and_expect_tx(full, UNIT * SLICE<FORMAT> * WEIGHT_BYTES);
         sync_warp();
-        const int own = set + (stage >> shape.gated) * shape.num_sets;
-        const int output = (stage & shape.gated) * shape.features
-            + (block_index() + own * num_blocks()) * UNIT + lane;
+        const int output = output_of(shape, set, stage) + lane;
         if (lane < UNIT)
             copy_bulk(shared.ring[warp].row(slot, lane),
-                      at(weight, static_cast<int64_t>(output) * shape.size + slice * SLICE),
-                      SLICE * 2, full);
+                      static_cast<const unsigned char*>(weight)
+                          + (static_cast<int64_t>(output) * shape.size + slice * SLICE<FORMAT>)
+                                * WEIGHT_BYTES,
+                      SLICE<FORMAT> * WEIGHT_BYTES, full);
         end();
     }
 
@@ -93,7 +138,11 @@ __device__ __forceinline__ void produce(const Args& args, Shared& shared, int wa
     for (int i = 0; i <= 4 * args.num_layers; i++) {
         const Layer& layer = shared.layers[i / 4];
         const int kind = i == 4 * args.num_layers ? HEAD : i % 4;
-        producer.copy_product(layer.weights[i % 4], kind);
+        if (LAYERS != PLAIN && kind == HEAD)
+            producer.copy_product<PLAIN>(layer.weights[HEAD % 4], nullptr, nullptr, kind);
+        else
+            producer.copy_product<LAYERS>(layer.weights[i % 4], layer.scales[i % 4],
+                                          HAS_OFFSETS ? args.offsets[i] : nullptr, kind);
         if (kind != QKV) continue;
 #pragma unroll 1
         for (int s = 0; has_split(shared, s); s++) producer.copy_split(layer, shared.own_splits[s]);
@@ -121,30 +170,5 @@ struct Ring {
             arrive(shared.empty[me.warp][me.lane == 0 ? upper : lower]);
     }
 };
-
-constexpr int CHAINS = 4;  // of sums, so that an addition need not wait for the last
-
-__device__ __forceinline__ float add_chains(const float (&sums)[CHAINS][4], int i) {
-    return (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
-}
-
-// `upper`, `lower`: the lane's row of either stage. No window is asked for ahead: registers are
-// scarce, and another warp has work meanwhile.
-template <int WINDOWS>
-__device__ __forceinline__ void multiply(float (&sums)[CHAINS][4], const uint4 (&x)[WINDOWS],
-                                         const unsigned char* upper, const unsigned char* lower,
-                                         const Lane& me) {
-#pragma unroll
-    for (int first = 0; first < WINDOWS; first += 2) {
-        const Windows p = load_windows<load_shared_here>(upper, first, me);
-        const Windows q = load_windows<load_shared_here>(lower, first, me);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const uint4 &v = x[first + i], a = p.get(i, me), b = q.get(i, me);
-            multiply_add(sums[i * 2], a.x, b.x, a.y, b.y, v.x, v.y);
-            multiply_add(sums[i * 2 + 1], a.z, b.z, a.w, b.w, v.z, v.w);
-        }
-    }
-}
 
 }  // namespace

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ring.cuh"
+#include "weights.cuh"
 
 namespace {
 

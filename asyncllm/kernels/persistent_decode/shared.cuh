@@ -8,15 +8,13 @@ namespace {
 
 // A product's sizes, and where in a layer's exchange its x, its outputs and what is added to them are.
 struct alignas(16) Shape {
-    int size, features;
+    int size, features, num_slices;
     int gated;     // 1: a unit has two stages, 0: one
     int num_own;   // units of this block: block_index(), then every num_blocks()th
     int split;     // warps that have the slices of one unit: a set
     int num_sets;  // which alternate at the block's units
     float inverse_size;
     int x, out, addend;  // bytes; INPUT: the layer's own, NONE: nothing, or the logits
-
-    __device__ __forceinline__ int num_slices() const { return size / SLICE; }
 };
 constexpr int INPUT = -1, NONE = -2;
 
@@ -28,7 +26,7 @@ struct alignas(16) Work {
 
 __device__ __forceinline__ Work work_of(const Shape& shape, int warp) {
     const int set = warp / shape.split, first = warp % shape.split;
-    Work work = {set, 0, first, (shape.num_slices() - first + shape.split - 1) / shape.split};
+    Work work = {set, 0, first, (shape.num_slices - first + shape.split - 1) / shape.split};
     if (set < shape.num_sets)
         work.num_units = (shape.num_own - set + shape.num_sets - 1) / shape.num_sets;
     return work;
@@ -48,7 +46,7 @@ struct Places {
 __device__ __forceinline__ Shape shape_of(const Args& args, int kind) {
     const int q_size = args.heads * HEAD_DIM, kv_size = args.kv_heads * HEAD_DIM;
     const Places places(args);
-    Shape shape = {args.hidden, args.hidden, kind == GATE_UP, 0, WARPS, 0, 0, INPUT, 0, NONE};
+    Shape shape = {args.hidden, args.hidden, 0, kind == GATE_UP, 0, WARPS, 0, 0, INPUT, 0, NONE};
     if (kind == QKV) shape.features = q_size + 2 * kv_size, shape.out = places.qkv;
     if (kind == OUTPUT)
         shape.size = q_size, shape.x = places.attended, shape.out = places.middle,
@@ -60,27 +58,33 @@ __device__ __forceinline__ Shape shape_of(const Args& args, int kind) {
     if (kind == HEAD) shape.features = args.vocab, shape.out = NONE;
     shape.num_own = (shape.features / UNIT - block_index() + num_blocks() - 1) / num_blocks();
     shape.inverse_size = 1.0f / shape.size;
-    while (shape.split > shape.num_slices()) shape.split /= 2;
+    shape.num_slices = shape.size / (kind == HEAD ? SLICE<PLAIN> : SLICE<LAYERS>);
+    while (shape.split > shape.num_slices) shape.split /= 2;
     shape.num_sets = WARPS / shape.split < MAX_SETS ? WARPS / shape.split : MAX_SETS;
     return shape;
 }
 
-// A warp's stages, each eight rows of SLICE columns. A bulk copy to a place that is not one of 128
-// bytes takes a sixth longer (docs/log/decode.md), so all rows begin in one bank: see `Windows`.
+// A warp's stages, each eight rows. A bulk copy to a place that is not one of 128 bytes takes a sixth
+// longer (docs/log/decode.md), so all rows begin in one bank: see `Windows`.
 struct Stages {
-    alignas(128) unsigned char bytes[DEPTH * STAGE_BYTES];
+    alignas(128) unsigned char bytes[DEPTH * (STAGE_BYTES + SCALE_BYTES)];
 
     __device__ __forceinline__ unsigned char* row(int stage, int row) {
-        return bytes + (stage * UNIT + row) * SLICE * 2;
+        return bytes + (stage * UNIT + row) * ROW_BYTES + stage * SCALE_BYTES;
+    }
+    // Of INT4: an output's scale of a group (part 0, 1: of which unit), or offset (2, 3).
+    __device__ __forceinline__ unsigned char* scale(int stage, int part, int row, int group) {
+        return this->row(stage, UNIT) + part * UNIT_SCALES + (row * GROUPS + group) * 2;
     }
 };
 
 // A warp's slice of x. Warps read two neighbouring rows at once, which begin in different banks.
 struct Inputs {
-    alignas(16) unsigned char bytes[MAX_ROWS * SLICE * 2 + 64];
+    static constexpr int SIZE = SLICE<LAYERS>;
+    alignas(16) unsigned char bytes[MAX_ROWS * SIZE * 2 + 64];
 
     __device__ __forceinline__ unsigned char* row(int row) {
-        return bytes + row % 2 * (MAX_ROWS * SLICE + 64) + row / 2 * SLICE * 2;
+        return bytes + row % 2 * (MAX_ROWS * SIZE + 64) + row / 2 * SIZE * 2;
     }
 };
 
@@ -119,7 +123,7 @@ struct Shared {
     Split own_splits[MAX_BLOCK_SPLITS];
     Layer layers[1];         // [num_layers + 1]: the last one has the head's weights alone
 };
-constexpr int MAX_LAYERS = 96;
+constexpr int MAX_LAYERS = HAS_OFFSETS ? 56 : 80;
 static_assert(sizeof(Shared) + MAX_LAYERS * sizeof(Layer) <= 227 << 10);
 
 }  // namespace

@@ -114,14 +114,19 @@ def _row_kernel(
     inside = feature < out_features
     row = feature.to(tl.int64)[:, None, None]
     in_rows = inside[:, None, None]
+    TILE_ROWS: tl.constexpr = 8 if FORMAT >= 2 else 1
     part = tl.arange(0, BLOCK // LANES)[None, :, None]
-    at = part * LANES + tl.arange(0, LANES)[None, None, :]
+    lane = tl.arange(0, LANES)[None, None, :]
+    at = part * LANES + lane
     up_row = row + out_features
+    tiles = part * (LANES * TILE_ROWS) + lane
+    place = row // TILE_ROWS * (STORED * TILE_ROWS) + row % TILE_ROWS * LANES + tiles
+    up_place = up_row // TILE_ROWS * (STORED * TILE_ROWS) + up_row % TILE_ROWS * LANES + tiles
     mask = in_rows & (at < STORED)
-    weight = tl.load(weight_ptr + row * STORED + at, mask, other=0.0)
+    weight = tl.load(weight_ptr + place, mask, other=0.0)
     up_weight = weight
     if GATED:
-        up_weight = tl.load(weight_ptr + up_row * STORED + at, mask, other=0.0)
+        up_weight = tl.load(weight_ptr + up_place, mask, other=0.0)
     if PDL:
         start_next()
         after = wait_previous()
@@ -158,11 +163,10 @@ def _row_kernel(
                 )  # fmt: skip
         if start + BLOCK < STORED:  # the next are asked for before these are added
             mask = in_rows & (start + BLOCK + at < STORED)
-            weight = tl.load(weight_ptr + row * STORED + start + BLOCK + at, mask, other=0.0)
+            ahead = (start + BLOCK) * TILE_ROWS
+            weight = tl.load(weight_ptr + place + ahead, mask, other=0.0)
             if GATED:
-                up_weight = tl.load(
-                    weight_ptr + up_row * STORED + start + BLOCK + at, mask, other=0.0
-                )
+                up_weight = tl.load(weight_ptr + up_place + ahead, mask, other=0.0)
 
     result = tl.sum(tl.sum(total, axis=2), axis=1)
     up_result = tl.sum(tl.sum(up_total, axis=2), axis=1)

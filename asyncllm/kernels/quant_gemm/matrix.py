@@ -1,6 +1,6 @@
 """A quantised matrix as kernels take it, the same in 16 bits, and rows of activations in 8.
 
-The form is models/quantization/scheme.py's; product.py says how codes of four bits lie in words.
+The form is models/quantization/scheme.py's; words.py says how codes of four bits lie in words.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
-from asyncllm.kernels.quant_gemm.product import BYTES, CHUNK, FP4, INT4, PLAIN, TABLE, WORDS
+from asyncllm.kernels.quant_gemm.product import BYTES, FP4, INT4, PLAIN, TABLE
+from asyncllm.kernels.quant_gemm.words import CHUNK
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 # Rows of which more are multiplied in this type, by cuBLAS; for fewer 16 bits take as long.
@@ -24,7 +25,8 @@ FORMATS = {"fp8": BYTES, "int8": BYTES, "int4": INT4, "fp4": FP4, "nf4": TABLE}
 class Quantized:
     """A matrix [features, columns], which may be those of several experts.
 
-    weight: e4m3 or int8 [features, columns], or int32 words [features, chunks * WORDS]. scale,
+    weight: e4m3 or int8 [features, columns], or int32 words [features, chunks * WORDS], of which
+    rows that fill the last tile lie behind it. scale,
     offset: [features, groups]; or scale int32 [features, chunks], of four groups' exponents each
     (e8m0). table: float32 [16], the values of the codes of four bits but int4's. group: columns
     that share a scale, a multiple of CHUNK or 16, 32 or 64; None: all.
@@ -68,13 +70,6 @@ def is_fast(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
-def to_words(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 [rows, columns] below 16, columns a multiple of CHUNK -> int32 words."""
-    planes = codes.unflatten(1, (-1, 8, WORDS)).to(torch.int32)  # [rows, chunks, 8, WORDS]
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=codes.device).view(8, 1)
-    return (planes << shifts).sum(2, dtype=torch.int32).flatten(1)
-
-
 @triton.jit
 def _matrix_kernel(
     weight_ptr, scale_ptr, offset_ptr, table_ptr, out_ptr, out_features,
@@ -86,7 +81,8 @@ def _matrix_kernel(
     mask = (feature < out_features) & (column < WIDTH)
     chunks: tl.constexpr = (WIDTH + 127) // 128
     if FORMAT >= 2:
-        word_at = feature * (chunks * 16) + column // 128 * 16 + column % 16
+        tile = feature // 8 * (chunks * 128) + feature % 8 * 16
+        word_at = tile + column // 128 * 128 + column % 16
         word = tl.load(weight_ptr + word_at, mask, other=0)
         code = (word >> (column % 128 // 16 * 4)) & 15
         value = code.to(tl.float32) - 8.0 if FORMAT == 2 else tl.load(table_ptr + code)

@@ -1,11 +1,7 @@
 """The inner product of one tile in Triton: rows of x times features of a matrix in any format.
 
-The matrix is [features, WIDTH], in 16 bits, as bytes, or as words of eight codes of four bits.
-Words are in chunks, so that a word's codes meet inputs that lie apart by as many as a chunk has
-words, and neighbouring words meet neighbouring inputs:
-
-    chunk of 128 columns:   word j (of 16) = columns j, 16 + j, 32 + j, ..., lowest bits first
-
+The matrix is [features, WIDTH], in 16 bits, as bytes, or as words of eight codes of four bits
+(words.py).
 Codes are multiplied as they are, exactly, and the sum over a group of columns by its scale. In
 bfloat16 codes become numbers by a few operations on two at a time (`_fast_codes`), else by
 arithmetic or a table.
@@ -16,8 +12,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-CHUNK = 128  # columns of 16 words of four bits
-WORDS = 16  # the least depth of a product of tensor cores
 # How a weight is stored: PLAIN 16 bits, BYTES int8 or e4m3, INT4 8 is zero, FP4 e2m1, TABLE.
 PLAIN, BYTES, INT4, FP4, TABLE = range(5)
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped": 2}  # `activate`
@@ -96,7 +90,8 @@ def _add_words(
     dtype: tl.constexpr = rows_ptr.dtype.element_ty
     chunks: tl.constexpr = (WIDTH + 127) // 128
     word = tl.arange(0, 16)
-    at = feature[None, :] * (chunks * 16) + number * 16 + word[:, None]
+    tiles = feature // 8 * (chunks * 128) + feature % 8 * 16
+    at = tiles[None, :] + number * 128 + word[:, None]
     words = tl.load(weight_ptr + at, inside[None, :], other=0)
     codes = _fast_codes(words, FORMAT) if FAST else _codes(words, table_ptr, FORMAT, dtype)
     num_groups: tl.constexpr = (WIDTH + GROUP - 1) // GROUP if GROUP > 0 else 1
@@ -187,7 +182,7 @@ def multiply(
 ):  # fmt: skip
     """Sums [ROWS, TILE] of the features `start` + `feature`, and, GATED, of those that lie `up`
     behind, over blocks `first` to `end` of BLOCK columns. A scale for all columns is left to the
-    caller. rows_ptr: [ROWS, 1], where the rows begin."""
+    caller. rows_ptr: [ROWS, 1], where the rows begin. start: of words a multiple of 8."""
     if FORMAT >= 2:
         weight_ptr += start * ((WIDTH + 127) // 128 * 16)
     else:

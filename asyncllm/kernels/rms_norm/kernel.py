@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from asyncllm.kernels.all_reduce import RowSums
+from asyncllm.kernels.all_reduce.kernel import sum_of_ranks
 from asyncllm.kernels.declaration import Start
 from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
 from asyncllm.kernels.quant_gemm.matrix import LARGEST, empty_bytes, quantize_row
@@ -30,12 +32,14 @@ MANY_ROWS = 128  # more than skinny_gemm takes
 
 @triton.jit
 def _norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, bytes_ptr, scale_ptr, eps,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, bytes_ptr, scale_ptr, peers_ptr, calls_ptr, rank, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, CENTERED: tl.constexpr,
-    MOST: tl.constexpr, INTEGER: tl.constexpr, PDL: tl.constexpr,
+    MOST: tl.constexpr, INTEGER: tl.constexpr, RANKS: tl.constexpr, TWO_SHOTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A row to a program. ADD: of the sum with the residual, which becomes the sum. MOST: the
-    largest number of the type in which `bytes` gets it, too, with a scale; None: it does not."""
+    largest number of the type in which `bytes` gets it, too, with a scale; None: it does not.
+    RANKS: x is the sum of that many ranks' x."""
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     weight = tl.load(weight_ptr + column, inside, other=0.0)
@@ -49,8 +53,14 @@ def _norm_kernel(
         if MOST is not None:
             bytes_ptr += after
             scale_ptr += after
-    at = tl.program_id(0).to(tl.int64) * SIZE + column
-    x = tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
+        if RANKS > 1:
+            calls_ptr += after
+    row = tl.program_id(0)
+    at = row.to(tl.int64) * SIZE + column
+    if RANKS > 1:
+        x = sum_of_ranks(x_ptr, peers_ptr, calls_ptr, row, rank, SIZE, BLOCK, RANKS, TWO_SHOTS)
+    else:
+        x = tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
     if ADD:
         x += tl.load(residual_ptr + at, inside, other=0.0).to(tl.float32)
         rounded = x.to(residual_ptr.dtype.element_ty)
@@ -64,7 +74,7 @@ def _norm_kernel(
     if MOST is not None:
         made, scale = quantize_row(normed.to(tl.float32), MOST, INTEGER)
         tl.store(bytes_ptr + at, made.to(bytes_ptr.dtype.element_ty), inside)
-        tl.store(scale_ptr + tl.program_id(0), scale)
+        tl.store(scale_ptr + row, scale)
 
 
 @triton.jit
@@ -118,18 +128,21 @@ def rms_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     return out
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> None:
-    """In place: residual [T, size] += x [T, size], and x becomes the norm of the sum."""
-    _launch_norm(x, residual, norm, x, None)
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, norm: Norm, sums: RowSums | None = None
+) -> None:
+    """In place: residual [T, size] += x [T, size], and x becomes the norm of the sum. `sums`: of
+    all ranks' x."""
+    _launch_norm(x, residual, norm, x, None, sums)
 
 
 def add_rms_norm_in_bytes(
-    x: torch.Tensor, residual: torch.Tensor, norm: Norm
+    x: torch.Tensor, residual: torch.Tensor, norm: Norm, sums: RowSums | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same; and `quantize_rows` of that norm, to the last bit, in `norm.in_bytes`."""
     assert norm.in_bytes is not None
     made = empty_bytes(x, norm.in_bytes)
-    _launch_norm(x, residual, norm, x, made)
+    _launch_norm(x, residual, norm, x, made, sums)
     return made
 
 
@@ -164,14 +177,18 @@ def _launch_norm(
     norm: Norm,
     out: torch.Tensor,
     in_bytes: tuple[torch.Tensor, torch.Tensor] | None,
+    sums: RowSums | None = None,
 ) -> None:
     made, scales = (None, None) if in_bytes is None else in_bytes
     block = triton.next_power_of_2(x.shape[1])
     _norm_kernel[(x.shape[0],)](
-        x, residual, norm.weight, out, made, scales, norm.eps,
+        x, residual, norm.weight, out, made, scales,
+        *((None, None, 0) if sums is None else (sums.peers, sums.calls, sums.rank)), norm.eps,
         SIZE=x.shape[1], BLOCK=block, ADD=residual is not None, CENTERED=norm.centered,
         MOST=None if made is None else LARGEST[made.dtype],
         INTEGER=made is not None and made.dtype == torch.int8,
+        RANKS=1 if sums is None else sums.num_ranks,
+        TWO_SHOTS=sums is not None and sums.in_two_shots,
         num_warps=max(1, min(block // COLUMNS_PER_WARP, MAX_NORM_WARPS)),
         **launch_flags(x.device),
     )  # fmt: skip

@@ -26,6 +26,7 @@ import orjson
 from aiohttp import web
 
 from asyncllm.server.http.errors import ApiError, bad_request
+from asyncllm.server.http.field_errors import field_error
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +44,6 @@ MAX_BODY_VALUES = 2**17
 _MAX_REMEMBERED_NAMES = 256
 _VALUE_BYTES = b"[{:.eE"  # one of these stands in each such value, and outside strings
 _STRING_OR_VALUE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{:.eE]', re.DOTALL)
-_FIELD_PATH = re.compile(r" - at `\$\.([A-Za-z0-9_]+)")
-# A field that is null is one left out.
-_MISSING_FIELD = re.compile(r"(?:required field `|got `null` - at `\$\.)([A-Za-z0-9_]+)`$")
 
 _decoders: dict[Any, msgspec.json.Decoder] = {}
 _seen_unknown: set[str] = set()
@@ -129,7 +127,7 @@ def _decode(raw: bytes, wanted: type[T]) -> T:
         with _no_collection():
             return decoder.decode(raw)
     except msgspec.ValidationError as error:
-        raise _field_error(str(error)) from None
+        raise field_error(str(error), wanted) from None
     except RecursionError:
         raise bad_request("the request body is nested too deeply") from None
     except ValueError as error:  # malformed JSON, or not UTF-8
@@ -154,15 +152,6 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _field_error(message: str) -> ApiError:
-    """msgspec: "Expected `float`, got `str` - at `$.temperature`"; the root field is `param`."""
-    if found := _MISSING_FIELD.search(message):
-        return bad_request(f"`{found.group(1)}` is required", found.group(1))
-    if found := _FIELD_PATH.search(message):
-        return bad_request(message.replace("`$.", "`"), found.group(1))
-    return bad_request(f"the request body is not what this route takes: {message}")
 
 
 def _log_unknown_fields(raw: bytes, wanted: type[msgspec.Struct]) -> None:

@@ -8,10 +8,11 @@ vLLM's keep their label sets, but for more buckets below 10 ms (each of vLLM's b
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from prometheus_client import (
     CollectorRegistry,
     GCCollector,
@@ -34,6 +35,9 @@ from asyncllm.engine.stats import SchedulerStats
 from asyncllm.server.observability.exposition import Exposition, Labels, Read, Source
 from asyncllm.step_plan import StepKind
 
+# Routes that vLLM's web framework does not count either.
+UNCOUNTED = ("/metrics", "/health", "/load", "/ping", "/version")
+
 
 class Metrics:
     """Scrape it on the loop's thread, whose CPU time is one of the values."""
@@ -46,6 +50,15 @@ class Metrics:
         self._process = CollectorRegistry(auto_describe=False)
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._process)
+        self._responses = Counter[tuple[str, str, int]]()  # route, method, class of status
+
+    async def count_response(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Labels of a bounded number of values, whatever clients send."""
+        resource = request.match_info.route.resource
+        handler = "none" if resource is None else resource.canonical
+        if not handler.endswith(UNCOUNTED):  # a proxy's prefix may stand before it
+            method = request.method if request.method in hdrs.METH_ALL else "none"
+            self._responses[handler, method, response.status // 100] += 1
 
     def exposition(self) -> bytes:
         """Raises `EngineDeadError` where there is no engine to read."""
@@ -61,7 +74,16 @@ class Metrics:
             self._exposition = self._make_exposition(sources)
         adapters = self._adapters(sources) if engine.config.enable_lora else ""
         ours = self._exposition.render(sources) + adapters
-        return ours.encode() + generate_latest(self._process)
+        return (ours + self._counted_responses()).encode() + generate_latest(self._process)
+
+    def _counted_responses(self) -> str:
+        name = "http_requests_total"
+        lines = [f"# HELP {name} Responses begun, by route and class of status."]
+        lines += [f"# TYPE {name} counter"]
+        for (handler, method, status), count in self._responses.items():
+            labels = f'handler="{handler}",method="{method}",status="{status}xx"'
+            lines.append(f"{name}{{{labels}}} {count}")
+        return "\n".join(lines) + "\n"
 
     def _labels(self, rank: int) -> Labels:
         """vLLM's, of its data-parallel engines."""

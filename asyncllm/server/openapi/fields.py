@@ -203,7 +203,7 @@ FIELD_DOCS: dict[str, FieldDoc] = {
     # --- nothing to do here ---
     "request_id": _ignored("The answer's id is the server's own."),
     "service_tier": _ignored('There is one, "default".'),
-    "stream_interval": _ignored("Every step has its event."),
+    "stream_interval": _ignored("The server's --stream-interval counts."),
     "routed_experts_prompt_start": _ignored("No routed experts are returned."),
     "store": _ignored("Nothing is stored."),
     "prompt_cache_key": _ignored("Prefixes are cached by their tokens."),

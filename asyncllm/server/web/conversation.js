@@ -72,8 +72,8 @@ export function contextUsed(conversation) {
   const now = numChars(messagesFor(conversation));
   if (!counted) return Math.round(now / CHARS_PER_TOKEN);
   const { promptTokens, promptChars, numTokens, content } = counted;
-  if (now === promptChars + content.length) return promptTokens + numTokens;
-  return Math.round((now * promptTokens) / Math.max(1, promptChars));
+  const [perChar, since] = [promptTokens / Math.max(1, promptChars), now - promptChars - content.length];
+  return Math.round(since < 0 ? now * perChar : promptTokens + numTokens + since * perChar);
 }
 
 /** How many messages to leave out so that about half of the context is free; null for no more. */

@@ -108,11 +108,12 @@ export class Dashboard {
       ({ label, scale: "ms", stroke: fill(name), fill: fill(name), width: 0, paths: bars, value: shown(ms) });
     const fromZero = (atLeast) => ({ range: (_, least, most) => [0, Math.max(atLeast, most * 1.08)] });
     const few = (_, values) => values.map((value) => (value === null ? "" : short(value)));
+    const axis = (scale, name) => ({ scale, values: few, stroke: fill(name) }); // two scales: each in its line's colour
     return {
       lines: new Chart(this.#parts.lines, {
         x: { label: "s", value: shown((value) => value.toFixed(1)) },
         series: [line("generation", "generated", "out"), line("prompt", "prompt", "in")],
-        axes: [{ size: 18 }, { scale: "out", values: few }, { scale: "in", side: 1, values: few, grid: { show: false } }],
+        axes: [{ size: 18 }, axis("out", "generation"), { ...axis("in", "prompt"), side: 1, grid: { show: false } }],
         scales: { x: { time: false, range: [-HISTORY * PERIOD_S, 0] }, out: fromZero(1), in: fromZero(1) },
       }),
       steps: new Chart(this.#parts.steps, {

@@ -30,8 +30,10 @@ from asyncllm.frames import Frames
 from asyncllm.models.parallel.collectives import CollectiveMesh, find_store
 from asyncllm.models.parallel.mesh import Mesh
 from asyncllm.worker.adapters import AdapterStore
+from asyncllm.worker.kernels import make_mesh
 from asyncllm.worker.ranks.connection import READ_BYTES
 from asyncllm.worker.ranks.messages import (
+    CaptureGraph,
     ClearPages,
     Kind,
     Message,
@@ -96,7 +98,7 @@ class Follower:
         own = host  # on the host of rank 0, which reaches itself by it
         if self._socket.family != socket.AF_UNIX:
             own = self._socket.getsockname()[0]
-        self._mesh = CollectiveMesh(config.mesh, store, own, torch.device(config.device))
+        self._mesh = make_mesh(config, store, own)
         return self._mesh
 
     def _do(self, worker: Worker, message: Message) -> None:
@@ -108,6 +110,8 @@ class Follower:
                 self._begun.popleft()(is_masked)
             case (Kind.CLEAR_PAGES, page_ids):
                 worker.command(ClearPages(page_ids))
+            case (Kind.CAPTURE_GRAPH,):
+                worker.command(CaptureGraph())
             case (Kind.READ_ADAPTER, str(folder), int(place)):
                 assert worker.adapters is not None
                 self._adapters_thread.submit(

@@ -26,6 +26,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.mesh_config import RankStats
 from asyncllm.models.parallel.collectives import CollectiveMesh, open_store
 from asyncllm.models.parallel.mesh import Mesh
+from asyncllm.worker.kernels import make_mesh
 from asyncllm.worker.packed_step import PackedStep
 from asyncllm.worker.ranks.connection import PeerThread
 from asyncllm.worker.ranks.handshake import read_secret
@@ -91,8 +92,7 @@ class WorkerGroup:
         """The mesh, when all ranks are there. Raises `RankLostError`."""
         for progress in self._progress.values():
             progress.joins.result()
-        device = torch.device(self._config.device)
-        self._mesh = CollectiveMesh(self._config.mesh, self._store, self._host, device)
+        self._mesh = make_mesh(self._config, self._store, self._host)
         return self._mesh
 
     def wait_ready(self, num_pages: int) -> None:
@@ -187,8 +187,10 @@ class WorkerGroup:
         self._thread.close()  # their connections: they end by that
         for ranks in self._ranks:
             ranks.close()
-        if self._mesh is not None and is_whole:
-            self._mesh.close()
+        if self._mesh is not None:
+            if is_whole:
+                self._mesh.close()
+            self._mesh.wait_closed()
 
     # --- in the thread -----------------------------------------------------------------------
 

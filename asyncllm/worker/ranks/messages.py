@@ -30,7 +30,7 @@ from asyncllm.worker.packed_step import (
     NO_CHANGES,
     NO_EXTRAS,
     PackedStep,
-    PromptLogprobs,
+    PromptLogprobsRow,
     SamplingExtras,
     SlotChanges,
 )
@@ -48,8 +48,7 @@ class CaptureGraph:
     """Capture the next of the graphs that were left for idle moments; blocks for 10 to 20 ms."""
 
 
-# Work beside the steps, in the order of launches and commands. Pages are those of all ranks, which
-# have captured all of their graphs by then.
+# Work beside the steps, in the order of launches and commands, on all ranks.
 WorkerCommand = ClearPages | CaptureGraph
 
 
@@ -63,14 +62,15 @@ class Kind(enum.IntEnum):
     CLEAR_PAGES = 3  # page ids
     READ_ADAPTER = 4  # folder, place
     LOAD_ADAPTER = 5  # place, slot
-    SYNC = 6  # the calls of the mesh so far
-    PING = 7  # has no place
+    CAPTURE_GRAPH = 6
+    SYNC = 7  # the calls of the mesh so far
+    PING = 8  # has no place
     # To rank 0:
-    JOINS = 8  # it is about to connect its mesh
-    READY = 9  # the number of its pages
-    FAILED = 10  # why; it ends
-    DONE = 11  # place of a READ_ADAPTER, LOAD_ADAPTER or SYNC; an error's text, or ""
-    PONG = 12  # messages done, calls of the mesh done
+    JOINS = 9  # it is about to connect its mesh
+    READY = 10  # the number of its pages
+    FAILED = 11  # why; it ends
+    DONE = 12  # place of a READ_ADAPTER, LOAD_ADAPTER or SYNC; an error's text, or ""
+    PONG = 13  # messages done, calls of the mesh done
 
 
 Message = tuple[Any, ...]  # a Kind, and what belongs to it
@@ -147,7 +147,7 @@ def decode_step(content: list[Any]) -> PackedStep:
         changes=NO_CHANGES if changes is None else SlotChanges(*map(_array_or_none, changes)),
         features=features,
         extras=extras,
-        prompt_logprobs=tuple(PromptLogprobs(0, *row) for row in logprobs),
+        prompt_logprobs=tuple(PromptLogprobsRow(0, *row) for row in logprobs),
         needs_host=needs_host,
         adapters=adapters,
     )
