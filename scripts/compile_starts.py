@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Compiles for sm_90 every Triton kernel that engines of published shapes launch, without a GPU.
+"""Compile every Triton kernel that engines of published shapes launch, for sm_90, without a GPU.
 
-    scripts/compile_starts.py [NAME ...]      of gpu_shapes.py; a few layers of each
-    scripts/compile_starts.py --no-compile    only which variants there are, in less time
+    scripts/compile_starts.py [NAME ...]      shapes of model_shapes.py, a few layers of each
+    scripts/compile_starts.py --no-compile    only list the variants, in less time
 
-An engine starts and serves on a device that is not there (fake_cuda.py). Printed are the kernels,
-with the most registers, spills and shared memory of their variants, and what should not be: spills,
-variants that a request would wait for, the host waiting within a step or a capture. Exit status 1
-if there is any. Needs Triton, and TRITON_INTERPRET unset.
+An engine starts and serves on a fake device (fake_cuda.py). Prints the kernels, with the most
+registers, shared memory and spills of their variants, and as FAIL what should not happen: spills,
+variants that a request would wait for, waits of the host within a step or a capture. The exit
+status is 1 if there is any. Needs Triton, and TRITON_INTERPRET unset.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ SETTINGS: dict[str, Any] = {
     "max_model_len": 4096,
     "swap_space": 0.1,
 }
-LENGTHS = (1, 2, 5, 17, 64, 100, 333, 800)  # of prompts
-COUNTS = (1, 3, 40)  # of requests at a time
+PROMPT_LENS = (1, 2, 5, 17, 64, 100, 333, 800)
+NUM_REQUESTS = (1, 3, 40)  # at a time
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
 
 
@@ -46,16 +46,16 @@ async def serve(model: Path, args: dict[str, Any], seen: Seen) -> None:
     numbers = random.Random(0)
     async with AsyncLLMEngine(str(model), **SETTINGS | args) as engine:
         seen.phase = STEPS
-        for count in COUNTS:
-            lengths = numbers.choices(LENGTHS, k=count)
+        for count in NUM_REQUESTS:
+            lengths = numbers.choices(PROMPT_LENS, k=count)
             prompts = [numbers.choices(range(3, 5000), k=length) for length in lengths]
             requests = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
             await asyncio.gather(*(engine.generate(each, GREEDY) for each in requests))
-        seen.phase = "start"  # what ends with the engine is nobody's step
+        seen.phase = "start"  # no step runs while the engine closes
 
 
 def compile_start(name: str, case: Case, options: argparse.Namespace) -> list[str]:
-    """Print its kernels and its problems."""
+    """Print the kernels of a shape and return its problems, which are printed as well."""
     args = case.args | json.loads(options.args)
     with tempfile.TemporaryDirectory() as folder, fake_cuda(compiles=options.compile) as seen:
         model = write_shape(cut(case.shape, options.layers), Path(folder) / name)
@@ -79,9 +79,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="all where none is given")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--args", default="{}", help="more of the engine's, as JSON")
+    parser.add_argument("--args", default="{}", help="more engine arguments, as JSON")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
     cases = {name: CASES[name] for name in options.names or CASES}

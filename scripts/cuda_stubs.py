@@ -1,4 +1,4 @@
-"""Stand-ins of fake_cuda.py: a graph, a stream, a thread, FlashInfer's modules."""
+"""Stubs for fake_cuda.py: a CUDA graph, a stream, a thread pool, FlashInfer's modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fake_triton import Seen
 
 
 class Graph:
-    """In place of `torch.cuda.CUDAGraph`."""
+    """Replaces `torch.cuda.CUDAGraph`; a replay is counted and does nothing."""
 
     seen: Seen
 
@@ -29,23 +29,26 @@ class Graph:
     def pool(self) -> int:
         return 0
 
+    def reset(self) -> None:
+        """There is nothing to destroy."""
+
 
 class Stream:
-    """A stream or an event, which is always done."""
+    """Replaces streams and events. Its work is always done."""
 
     cuda_stream, device = 0, torch.device("cuda", 0)
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Of any device."""
+        """The device and the flags do not matter."""
 
     def __enter__(self) -> Stream:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        """It was nobody's."""
+        """The stream before it is the same."""
 
     def _nothing(self, *_: Any) -> None:
-        """It is done."""
+        """The work is done already."""
 
     synchronize = wait = wait_stream = wait_event = record = _nothing
 
@@ -57,25 +60,25 @@ class Stream:
 
 
 class Inline:
-    """In place of a thread, which would not know the device."""
+    """Replaces a thread pool: the dispatch mode of the fake device is of this thread."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Of any number of threads."""
+        """The number of threads does not matter."""
 
     def submit(self, work: Callable[..., Any], *args: Any, **named: Any) -> Future[Any]:
         done: Future[Any] = Future()
         try:
             done.set_result(work(*args, **named))
-        except BaseException as error:  # whatever it is, it is the caller's
+        except BaseException as error:  # raised by the future's `result`
             done.set_exception(error)
         return done
 
     def shutdown(self, wait: bool = True) -> None:
-        """There is none."""
+        """There is no thread to end."""
 
 
 def flashinfer_modules() -> dict[str, ModuleType]:
-    """What we import of it, which does nothing."""
+    """The parts of FlashInfer that asyncllm imports. They do nothing."""
     module = SimpleNamespace(plan=lambda *_: [0], paged_run=lambda *_: None)
     spec = type("JitSpec", (), {"build": None, "is_compiled": True})
     found: dict[str, dict[str, Any]] = {

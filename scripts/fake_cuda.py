@@ -1,12 +1,13 @@
-"""A CUDA device that is not there: tensors on it have shapes and no contents, and every kernel that
-Triton is asked for is compiled for it (fake_triton.py).
+"""A fake CUDA device: its tensors have shapes and no contents, and every Triton kernel that is
+launched on it is compiled for sm_90 (fake_triton.py).
 
-Under `fake_cuda` an engine starts and serves as on an H100, on a machine without one. It shows what
-else only a GPU shows: kernels that do not compile, spill or take too much shared memory, grids that
-no GPU takes, the host waiting for the device where it must not, code that only CUDA reaches. It
-shows nothing of what kernels compute. Tokens are always 0.
+Under `fake_cuda` an engine starts and serves as on an H100, on a machine without a GPU. It finds
+kernels that do not compile, spill or need too much shared memory, grids that are too large, waits
+for the device within a step, and errors in code that only runs on CUDA. It does not find wrong
+results: no kernel runs, and all sampled tokens are 0.
 
-Tensors on the CPU are real. FlashInfer, nvcc's kernels and graphs are stubs that do nothing.
+Tensors on the CPU are real. FlashInfer, the CUDA C++ kernels and CUDA graphs are stubs that do
+nothing.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 NUM_SMS, MEMORY_BYTES = 132, 79 << 30  # of an H100
-PEAK_BYTES = 1 << 30  # of any profiled step
+PEAK_BYTES = 1 << 30  # of a profiled step
 CUDA = torch.device("cuda", 0)
 aten = torch.ops.aten
-# What the host waits for, or what has a shape that only the device knows.
+# The host waits for their result, or for its shape.
 WAITING = {
     aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default,
     aten.masked_select.default, aten._unique2.default, aten.unique_dim.default,
@@ -42,7 +43,7 @@ WAITING = {
 
 
 class Device(TorchDispatchMode):
-    """Operations on CUDA tensors yield fake ones, all others are done."""
+    """Operations on CUDA tensors return fake tensors; all others run."""
 
     def __init__(self, seen: Seen) -> None:
         super().__init__()
@@ -60,8 +61,8 @@ class Device(TorchDispatchMode):
         to_cuda = any(isinstance(x, torch.device) and x.type == "cuda" for x in leaves)
         if not to_cuda and not any(isinstance(x, FakeTensor) for x in leaves):
             return self._on_cpu(func, args, kwargs)
-        if _is_composite(func.name()):  # as inference mode leaves them
-            # The CPU's guard, which stands for CUDA's, would take a device without a number for it.
+        if _is_composite(func.name()):  # inference mode does not decompose them
+            # The CPU's device guard, in place of CUDA's, needs a device with a number.
             args, kwargs = tree_map_only(torch.device, _numbered, (args, kwargs))
             with self:
                 return func.decompose(*args, **kwargs)
@@ -103,7 +104,7 @@ class Device(TorchDispatchMode):
             return torch.empty(source.shape, dtype=dtype, device=CUDA)
 
     def _check_upload(self, source: torch.Tensor, non_blocking: bool) -> None:
-        """Memory that is not pinned is copied while the host waits; a number is an argument."""
+        """The host waits for copies of unpinned memory. A number becomes a kernel's argument."""
         if source.dim() and not (non_blocking and self._is_pinned(source)):
             self._seen.wait("copy to the device")
 
@@ -129,7 +130,7 @@ class Device(TorchDispatchMode):
             )
         if func is aten.equal.default:
             return True
-        raise NotImplementedError(f"{func} on a device that is not there")
+        raise NotImplementedError(f"{func} on the fake device")
 
 
 @cache
@@ -142,7 +143,7 @@ def _numbered(device: torch.device) -> torch.device:
 
 
 def _guard_like_cpu() -> None:
-    """A CPU build of torch has no guard for CUDA devices, which indexing a tensor asks for."""
+    """Indexing needs a device guard, and a CPU build of torch has none for CUDA."""
     if torch.backends.cuda.is_built():
         torch._C._ensureCUDADeviceGuardSet()
         return
@@ -176,7 +177,7 @@ def _of_torch(seen: Seen, device: Device) -> Iterator[Any]:
     make = torch.tensor
 
     def tensor(*args: Any, pin_memory: bool = False, device: Any = None, **others: Any) -> Any:
-        """torch looks for CUDA's allocator before anything can be in its way."""
+        """torch would look for CUDA's allocator before the dispatch mode is called."""
         made = make(*args, **others)
         made = made if device is None else made.to(_numbered(torch.device(device)))
         return made.pin_memory() if pin_memory else made
@@ -216,7 +217,10 @@ def _of_asyncllm() -> Iterator[Any]:
 
 @contextmanager
 def fake_cuda(*, compiles: bool = True) -> Iterator[Seen]:
-    """In this thread, and what an engine would do in others is done in this one."""
+    """Install the fake device in this thread, and run an engine's threads' work in it as well.
+
+    compiles: False only records which variants of kernels are launched.
+    """
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
     _guard_like_cpu()
     seen = Seen()

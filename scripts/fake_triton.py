@@ -1,6 +1,6 @@
-"""Triton for a CUDA device that is not there: kernels are compiled for it, and launches are noted.
+"""Triton's driver without a GPU: kernels are compiled for sm_90, and launches are recorded.
 
-A variant that is compiled while requests are served is one that a request waits for.
+A request waits for a variant that is compiled only when requests are served.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ CAPABILITY = (9, 0)
 SHARED_BYTES = 232_448  # of a block
 MAX_THREADS = 1024  # of a block
 MAX_GRID = (2**31 - 1, 65_535, 65_535)
-NUM_PLACES = 4  # of ours on the stack that are noted
+NUM_PLACES = 4  # recorded stack frames
 STEPS = "steps"  # the phase in which requests are served
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kernel as Triton has compiled it; of one that it has not the numbers are 0."""
+    """A compiled variant of a kernel. The numbers are 0 if it was not compiled."""
 
     name: str
     constants: str
@@ -45,7 +45,7 @@ class Variant:
 
 @dataclass
 class Seen:
-    """What has happened on the device, and when."""
+    """What happened on the fake device, and in which phase."""
 
     phase: str = "start"
     variants: dict[int, Variant] = field(default_factory=dict)  # by handle
@@ -56,12 +56,12 @@ class Seen:
     is_capturing: bool = False
 
     def wait(self, what: object) -> None:
-        """The host waits for the device, here."""
+        """Record that the host waits for the device, here."""
         phase = "capture" if self.is_capturing else self.phase
         self.waits[phase, f"{what} at {place()}"] += 1
 
     def problems(self) -> list[str]:
-        """All that should not be, in words."""
+        """What should not happen, in words."""
         found = list(dict.fromkeys(self.errors))
         for handle, variant in self.variants.items():
             if variant.spills:
@@ -75,7 +75,7 @@ class Seen:
 
 
 def place() -> str:
-    """The innermost lines of ours on the stack."""
+    """The innermost stack frames outside installed packages, innermost first."""
     ours = [
         f"{Path(frame.filename).parent.name}/{Path(frame.filename).name}:{frame.lineno}"
         for frame in traceback.extract_stack()
@@ -85,7 +85,7 @@ def place() -> str:
 
 
 class Launcher:
-    """In place of Triton's: checks what a launch is given."""
+    """Replaces Triton's launcher: checks the grid and the arguments."""
 
     def __init__(self, seen: Seen, name: str) -> None:
         self._seen, self._name = seen, name
@@ -110,7 +110,7 @@ class Driver:
         self.utils = SimpleNamespace(
             load_binary=self._load, get_device_properties=lambda _: {"max_shared_mem": SHARED_BYTES}
         )
-        self._next: Any = None  # source and metadata of the kernel that is loaded next
+        self._next: Any = None  # source and metadata of the kernel to be loaded next
 
     def _launcher(self, source: Any, metadata: Any) -> Launcher:
         self._next = source, metadata
@@ -139,7 +139,7 @@ class Driver:
 
 
 def usage(binary: bytes) -> tuple[int, int]:
-    """Registers of a thread, and bytes of its spills, by the disassembler that Triton brings."""
+    """Registers and bytes of spills per thread, by the disassembler in Triton's wheel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
@@ -150,7 +150,7 @@ def usage(binary: bytes) -> tuple[int, int]:
 
 
 class _Uncompiled:
-    """In place of a compiled kernel, where only its variant is of interest."""
+    """Replaces a compiled kernel if nothing is compiled: only its variant is recorded."""
 
     packed_metadata = None
 
@@ -160,11 +160,11 @@ class _Uncompiled:
         self.run = Launcher(seen, name)
 
     def launch_metadata(self, *_: Any) -> None:
-        """Nobody asks for it."""
+        """Only profilers' hooks read it."""
 
 
 def compiling(seen: Seen, *, compiles: bool) -> list[AbstractContextManager[Any]]:
-    """Patches by which launches go to a device that is not there."""
+    """Patches that redirect launches to the fake device. compiles: False only records variants."""
     patches: list[AbstractContextManager[Any]] = [
         mock.patch.object(driver, "_active", Driver(seen))
     ]

@@ -1,6 +1,6 @@
-"""Engines on a CUDA device that is not there: what their Triton kernels need, and what no step may do.
+"""Engines on a fake CUDA device: no step waits for the device, or for a kernel to be compiled.
 
-Without compiling, which takes minutes: `scripts/compile_starts.py` does it for all shapes.
+The tests compile nothing, which would take minutes; `scripts/compile_starts.py` does.
 """
 
 from __future__ import annotations
