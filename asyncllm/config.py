@@ -194,7 +194,7 @@ class EngineArgs:
         1, "stages that divide the layers, of so many ranks each; they take turns", least=1
     )
     enable_expert_parallel: bool = flag(
-        False, "ranks divide experts by number, not each of them by size"
+        False, "ranks divide experts by number, not by size; those of all engines do, together"
     )
     distributed_executor_backend: DistributedBackend = flag(
         "mp", "who starts the other ranks: mp: this process; ray: its cluster; uni: nobody"
@@ -216,7 +216,10 @@ class EngineArgs:
         **DURATION,
     )
     data_parallel_size: int = flag(
-        1, "engines, each with all of the model; a request runs on one of them", least=1
+        1,
+        "engines, each with all of the model but for experts that they may share; a request runs "
+        "on one of them",
+        least=1,
     )
     data_parallel_backend: DataParallelBackend = flag(
         "auto", "mp: a process for each engine; uni: all in this one, on a CPU; auto: by the cores"
@@ -262,7 +265,10 @@ class EngineArgs:
             "max_cpu_loras": max(self.max_loras, self.max_cpu_loras or 0),
             "lora_modules_to_save": tuple(self.lora_modules_to_save or ()),
             "data_parallel_backend": flag_values.resolve_data_parallel_backend(
-                self.data_parallel_backend, self.data_parallel_size, device
+                self.data_parallel_backend,
+                self.data_parallel_size,
+                device,
+                shares_experts=self.enable_expert_parallel,
             ),
             "cuda_graph_sizes": flag_values.decode_sizes(
                 self.cuda_graph_sizes, self.max_num_seqs, self.pipeline_parallel_size

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from asyncllm.model_config import ModelConfig
 
 MAX_RANKS = 64
+MAX_SHARING_ENGINES = 16  # a socket between each two
 ANY_ADDRESS = {"0.0.0.0", "::", ""}
 # 272 and 528: half a chunk, or a chunk, of a large model, plus a few decodes.
 PREFILL_GRAPH_SIZES = tuple(
@@ -111,10 +112,19 @@ def resolve_device(name: str) -> Literal["cpu", "cuda"]:
     return "cpu"
 
 
-def resolve_data_parallel_backend(name: str, size: int, device: str) -> str:
+def resolve_data_parallel_backend(
+    name: str, size: int, device: str, *, shares_experts: bool
+) -> str:
     """Engines of one process would share a CUDA context and the GIL, so CUDA needs processes."""
     if name == "uni" and device == "cuda" and size > 1:
         raise ValueError("data_parallel_backend uni is for engines on a CPU")
+    if shares_experts and size > 1:
+        if name == "uni":
+            raise ValueError(
+                "data_parallel_backend uni: engines that share experts (enable_expert_parallel) "
+                "wait for each other, and need a process each: mp"
+            )
+        return "mp"
     if name != "auto":
         return name
     return "mp" if device == "cuda" or num_cores() > size else "uni"
@@ -123,11 +133,22 @@ def resolve_data_parallel_backend(name: str, size: int, device: str) -> str:
 def resolve_mesh(args: Any, device: str) -> MeshConfig:
     """args: `EngineArgs`."""
     tp, pp = args.tensor_parallel_size, args.pipeline_parallel_size
+    dp = args.data_parallel_size if args.enable_expert_parallel else 1
     named = f"tensor_parallel_size {tp} times pipeline_parallel_size {pp}"
-    if args.enable_expert_parallel and tp == 1:
+    if args.enable_expert_parallel and tp * dp == 1:
         raise ValueError(
-            "enable_expert_parallel needs a tensor_parallel_size above 1: experts are divided over "
-            "the ranks of an engine, and engines of data_parallel_size do not share them"
+            "enable_expert_parallel needs a tensor_parallel_size or data_parallel_size above 1: "
+            "experts are divided over all ranks of all engines"
+        )
+    if dp > 1 and pp > 1:
+        raise ValueError(
+            f"pipeline_parallel_size {pp}: engines that share experts (enable_expert_parallel with "
+            f"data_parallel_size {dp}) have no stages"
+        )
+    if dp > MAX_SHARING_ENGINES:
+        raise ValueError(
+            f"data_parallel_size {dp}: at most {MAX_SHARING_ENGINES} engines share experts "
+            "(enable_expert_parallel)"
         )
     if (size := tp * pp) > MAX_RANKS:
         raise ValueError(f"{named} is over {MAX_RANKS}")
@@ -138,7 +159,7 @@ def resolve_mesh(args: Any, device: str) -> MeshConfig:
 
         if size // args.nnodes > (found := torch.cuda.device_count()):
             raise ValueError(f"{named} is over the {found} CUDA devices of {args.nnodes} hosts")
-    return MeshConfig(tp, by_expert=args.enable_expert_parallel, pp=pp)
+    return MeshConfig(tp, by_expert=args.enable_expert_parallel, pp=pp, dp=dp)
 
 
 def resolve_cluster(args: Any, mesh: MeshConfig) -> ClusterConfig:

@@ -5,7 +5,8 @@ Ranks are numbered stage by stage: rank = stage * tp + place.
     layers            each stage has consecutive layers; the first also has embedding and LM head
     q heads           equal shares
     KV heads          equal shares; if there are fewer heads than ranks, ranks share them
-    feed-forward      equal shares of the inner size; experts likewise, or whole experts per rank
+    feed-forward      equal shares of the inner size; experts likewise, or whole experts per rank,
+                      of one engine or of all engines that share the experts
     vocabulary        equal shares, the last one padded
 """
 
@@ -43,16 +44,25 @@ class RankStats:
 @dataclass(frozen=True, slots=True)
 class MeshConfig:
     """tp: ranks that divide each layer. by_expert: ranks have whole experts. pp: pipeline
-    stages."""
+    stages. dp: engines that divide only the experts among each other, `size` ranks each. engine:
+    the number of this rank's engine."""
 
     tp: int = 1
     rank: int = 0
     by_expert: bool = False
     pp: int = 1
+    dp: int = 1
+    engine: int = 0
 
     @property
     def size(self) -> int:
+        """The ranks of one engine."""
         return self.tp * self.pp
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no step has calls to other ranks."""
+        return self.size == 1 and self.dp == 1
 
     @property
     def stage(self) -> int:
@@ -74,10 +84,15 @@ class MeshConfig:
 
     def share(self, size: int, name: str) -> slice:
         """This rank's part of `size` items. Raises `ModelLoadError` naming them."""
-        if size % self.tp:
-            raise ModelLoadError(f"tensor_parallel_size {self.tp} does not divide {name} {size}")
-        each = size // self.tp
-        return slice(self.place * each, (self.place + 1) * each)
+        return _share(size, name, self.place, self.tp, f"tensor_parallel_size {self.tp}")
+
+    def expert_share(self, num_experts: int) -> slice:
+        """This rank's experts, if `by_expert`. Raises `ModelLoadError`."""
+        who = f"tensor_parallel_size {self.tp}"
+        if self.dp > 1:
+            who = f"data_parallel_size {self.dp} times {who}"
+        place = self.engine * self.tp + self.place
+        return _share(num_experts, "the number of experts", place, self.dp * self.tp, who)
 
     def kv_share(self, num_heads: int) -> slice:
         """This rank's KV heads. Raises `ModelLoadError`."""
@@ -94,3 +109,10 @@ class MeshConfig:
         """This rank's tokens, and the number of rows on each rank, including padding."""
         each = -(-size // self.tp)
         return slice(min(self.place * each, size), min((self.place + 1) * each, size)), each
+
+
+def _share(size: int, name: str, place: int, num_places: int, who: str) -> slice:
+    if size % num_places:
+        raise ModelLoadError(f"{who} does not divide {name} {size}")
+    each = size // num_places
+    return slice(place * each, (place + 1) * each)

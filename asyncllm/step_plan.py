@@ -39,6 +39,23 @@ class StepShape(NamedTuple):
     adapters: bool = False  # some row has a LoRA adapter
 
 
+class StepNeed(NamedTuple):
+    """The work of one of several engines in lockstep in their next step; by default none."""
+
+    num_decodes: int = 0
+    num_prompt_tokens: int = 0
+    adapters: bool = False  # some row has one
+    fits_graph: bool = True  # as a step with prompts, if there is a graph of its size
+
+
+class CommonStep(NamedTuple):
+    """A step that engines in lockstep do at the same time: of this shape all of them, padding
+    included, by the same graph or none."""
+
+    shape: StepShape
+    in_graph: bool
+
+
 @dataclass(slots=True, frozen=True)
 class SlotInit:
     """A sequence takes a slot. All of its device state is written before the step."""

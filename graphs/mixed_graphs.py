@@ -106,16 +106,25 @@ class MixedGraphs:
 
     def fitting(self, num_decodes: int, prefills: PrefillRows, adapters: bool) -> StepShape | None:
         """The captured shape that a step is padded to; None: there is none."""
-        attention = self.step_attention
-        if attention is not None and (
-            num_decodes > self.most_decodes
-            or len(prefills.kv_lens) > attention.max_prefills
-            or prefills.page_indptr[-1] > attention.max_pages
-        ):
+        if not self.takes(num_decodes, len(prefills.kv_lens), int(prefills.page_indptr[-1])):
             return None
         kind = StepKind.of(num_decodes, prefills.num_tokens)
-        size = self._graphs[kind, adapters].fitting(num_decodes + prefills.num_tokens)
-        return None if size is None else StepShape(kind, size, adapters)
+        shape = StepShape(kind, num_decodes + prefills.num_tokens, adapters)
+        size = self.fitting_size(shape)
+        return None if size is None else shape._replace(size=size)
+
+    def takes(self, num_decodes: int, num_prefills: int, num_pages: int) -> bool:
+        """Whether the attention of a graph does so many rows, whatever tokens they have."""
+        attention = self.step_attention
+        return attention is None or (
+            num_decodes <= self.most_decodes
+            and num_prefills <= attention.max_prefills
+            and num_pages <= attention.max_pages
+        )
+
+    def fitting_size(self, shape: StepShape) -> int | None:
+        """The size of the least graph that holds a step of this shape."""
+        return self._graphs[shape.kind, shape.adapters].fitting(shape.size)
 
     def capture(self, size: int) -> None:
         """Capture steps of `size` tokens on the current stream, between two steps; largest first

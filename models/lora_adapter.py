@@ -53,8 +53,11 @@ class AdapterInfo:
     modules: tuple[str, ...]
 
 
-def read_adapter(folder: Path, layers: LoRALayers, slot: torch.Tensor) -> AdapterInfo:
+def read_adapter(
+    folder: Path, layers: LoRALayers, slot: torch.Tensor, *, experts_alone: bool = False
+) -> AdapterInfo:
     """Fill `slot` [elements], on the CPU and laid out as the slots of `layers`, with an adapter.
+    experts_alone: `layers` are others' `of_experts`, who have the rest.
 
     Raises `LoRALoadError` naming file, tensor or setting, and the value; `slot` then holds
     anything.
@@ -68,7 +71,8 @@ def read_adapter(folder: Path, layers: LoRALayers, slot: torch.Tensor) -> Adapte
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:
             slot.zero_()
-            reader = _Reader(AdapterTensors(file, opened), config, layers, layers.places(slot))
+            tensors, places = AdapterTensors(file, opened), layers.places(slot)
+            reader = _Reader(tensors, config, layers, places, experts_alone)
             rank = reader.fill()
             layers.mark(slot)
     except (SafetensorError, OSError) as error:
@@ -87,15 +91,13 @@ class _Reader:
         config: PeftConfig,
         layers: LoRALayers,
         places: dict[str, Place],
+        experts_alone: bool,
     ) -> None:
         self._tensors, self._config, self._places = tensors, config, places
-        self._max_rank, self._elsewhere = layers.max_rank, layers.elsewhere
-        self._experts = {
-            name: layer.shape
-            for layer in layers.layers
-            if isinstance(layer, LoRAExperts)
-            for name in layer.names
-        }
+        self._max_rank, self._experts = layers.max_rank, _experts_of(layers)
+        self._experts_alone, self._elsewhere = experts_alone, layers.elsewhere
+        if layers.of_experts is not layers:
+            self._elsewhere += tuple(_experts_of(layers.of_experts))
         self.modules: dict[str, dict[str, str]] = {}  # module -> kind of a tensor -> its name
         for name in tensors:
             found = NAME.fullmatch(name)
@@ -116,7 +118,7 @@ class _Reader:
             return self._fill_experts(stack, self._experts[stack], names)
         module = self._as_in_checkpoint(module)
         place, first = self._places.get(module), next(iter(names.values()))
-        if place is None and module.startswith(self._elsewhere):
+        if place is None and self._is_elsewhere(module):
             return 0
         if place is None:
             raise self._tensors.error(f"{first}: the model has no linear layer {module}")
@@ -136,6 +138,11 @@ class _Reader:
             self._put(place, *pair, gain)
         self._fill_bias(module, place, names, rank, gain)
         return rank
+
+    def _is_elsewhere(self, module: str) -> bool:
+        if self._experts_alone:
+            return not module.startswith(tuple(self._experts))
+        return module.startswith(self._elsewhere)
 
     def _pair(
         self, module: str, names: dict[str, str], pair: tuple[str, str]
@@ -288,6 +295,12 @@ class _Reader:
     def _check_rank(self, name: str, rank: int) -> None:
         if not 0 < rank <= self._max_rank:
             raise self._tensors.error(f"{name}: rank {rank} is over max_lora_rank {self._max_rank}")
+
+
+def _experts_of(layers: LoRALayers) -> dict[str, ExpertsShape]:
+    """By their names in the checkpoint, and in transformers."""
+    experts = [layer for layer in layers.layers if isinstance(layer, LoRAExperts)]
+    return {name: layer.shape for layer in experts for name in layer.names}
 
 
 def _hash(config: bytes, file: Path) -> bytes:

@@ -31,6 +31,7 @@ PRELOADED = (
 )  # fmt: skip
 PR_SET_CHILD_SUBREAPER = 36
 MESSAGE_BYTES = 1 << 20
+MAX_FILES = 20
 ROOM_BYTES = 500  # for a child's command line
 
 
@@ -74,13 +75,18 @@ class Forks:
             )  # fmt: skip
 
     def start_child(
-        self, module: str, environment: Mapping[str, str], theirs: socket.socket
+        self,
+        module: str,
+        environment: Mapping[str, str],
+        theirs: socket.socket,
+        *others: socket.socket,
     ) -> ForkedChild:
         """As `asyncllm.child_process.start_child`."""
         message = json.dumps([module, {**os.environ, **environment}]).encode()
         with self._lock:
             _adopt_orphans(True)
-            socket.send_fds(self._socket, [message], [theirs.fileno(), STDERR])
+            files = [STDERR, *(each.fileno() for each in (theirs, *others))]
+            socket.send_fds(self._socket, [message], files)
             process_id = int(self._socket.recv(MESSAGE_BYTES))
             self._socket.recv(MESSAGE_BYTES)  # now it is adopted
             _adopt_orphans(False)
@@ -103,7 +109,7 @@ def start_child(*args: Any) -> ForkedChild:
 def fork_for_ever(parent: socket.socket, parent_id: int) -> str:
     """Returns in each child, with the module that it is to run."""
     while True:
-        message, files, _, _ = socket.recv_fds(parent, MESSAGE_BYTES, 2)
+        message, files, _, _ = socket.recv_fds(parent, MESSAGE_BYTES, MAX_FILES)
         if not message:  # the parent has ended
             os._exit(0)
         if (between := os.fork()) == 0:
@@ -119,8 +125,8 @@ def fork_for_ever(parent: socket.socket, parent_id: int) -> str:
     while os.getppid() == between:  # until that ends
         os.sched_yield()
     module, environment = json.loads(message)
-    theirs, stderr = files
-    become([sys.executable, "-m", module, str(parent_id), str(theirs)], environment)
+    stderr, *theirs = files
+    become([sys.executable, "-m", module, str(parent_id), *map(str, theirs)], environment)
     os.dup2(stderr, 1)
     os.dup2(stderr, STDERR)
     os.close(stderr)

@@ -34,7 +34,7 @@ ROWS: tuple[tuple[Status, str, str], ...] = (
         enable-chunked-prefill?on enable-server-load-tracking?* tokenizer-mode=auto,hf,fast
         runner=auto,generate convert=auto,none config-format=auto,hf
         prefix-caching-hash-algo=sha256 logprobs-mode=raw_logprobs language-model-only?on
-        enable-log-deltas?on worker-cls=auto performance-mode=balanced
+        enable-log-deltas?on worker-cls=auto performance-mode=balanced enable-ep-weight-filter?*
         """),
     ("accepted", "one process: there is nothing to choose", """
         api-server-count=1 renderer-num-workers=1 max-parallel-loading-workers=*
@@ -71,13 +71,13 @@ ROWS: tuple[tuple[Status, str, str], ...] = (
     ("other name", "--tokenizer ORG/NAME@REVISION", "tokenizer-revision"),
     ("not yet", "there are --tensor-, --pipeline- and --data-parallel-size", """
         data-parallel-size-local=1 prefill-context-parallel-size=1 decode-context-parallel-size=1
-        all2all-backend cp-kv-cache-interleave-size=1
+        all2all-backend=allgather_reducescatter cp-kv-cache-interleave-size=1
         dcp-kv-cache-interleave-size=1 dcp-comm-backend device-ids+ data-parallel-address
         data-parallel-external-lb? data-parallel-hybrid-lb? data-parallel-multi-port-external-lb?
         data-parallel-rpc-port data-parallel-start-rank=0
         data-parallel-supervisor-port=* dp-supervisor-probe-failure-threshold=*
         dp-supervisor-probe-interval-s=* dp-supervisor-probe-timeout-s=*
-        enable-elastic-ep? enable-ep-weight-filter? enable-eplb? eplb-config
+        enable-elastic-ep? enable-eplb? eplb-config
         expert-placement-strategy=linear
         """),
     ("not yet", "a checkpoint's own config.json says how it is quantised", """

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from asyncllm.engine.adapter import Adapter, Registered, Room
+from asyncllm.engine.data_parallel.peers import SharedAdapterStore
 from asyncllm.engine.output_state import Sink
 from asyncllm.errors import LoRALoadError
 from asyncllm.lora import LoRARequest
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 
 class AdapterManager:
-    def __init__(self, store: AdapterStore) -> None:
+    def __init__(self, store: AdapterStore | SharedAdapterStore) -> None:
         self._store = store
         self._registered: dict[str, Registered] = {}
         self._adding: dict[str, Registered] = {}  # that are read before they have the name

@@ -10,12 +10,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
 from asyncllm.config import EngineArgs, EngineConfig
 from asyncllm.engine.arrival import Arrival, Arrivals, Submission
 from asyncllm.engine.core import Core, Replica
+from asyncllm.engine.core_loader import CoreLoader
+from asyncllm.engine.data_parallel.links import EngineLink
 from asyncllm.engine.data_parallel.loader import make_loader
 from asyncllm.engine.generation import Generation
 from asyncllm.engine.input_processor import InputProcessor
@@ -62,6 +65,13 @@ class AsyncLLMEngine:
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> Self:
         return cls(**vars(args))
+
+    def share_experts(self, link: EngineLink) -> None:
+        """Before the start: be one of `data_parallel_size` engines, each in a process of its own,
+        that share the experts of their model."""
+        mesh = replace(self.config.mesh, engine=link.place.number)
+        self.config = replace(self.config, mesh=mesh)
+        self._loader = CoreLoader(self.config, self.recorder, self.stat_loggers, link)
 
     async def start(self) -> None:
         """Load the model, size its memory, capture graphs. A second call does nothing.

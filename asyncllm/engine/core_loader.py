@@ -10,6 +10,8 @@ from contextlib import suppress
 from functools import partial
 
 from asyncllm.config import EngineConfig
+from asyncllm.engine.data_parallel.links import EngineLink
+from asyncllm.engine.data_parallel.peers import Peers
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.recorder import Recorder
@@ -17,7 +19,9 @@ from asyncllm.engine.stats import StatLogger
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.errors import ModelLoadError
 from asyncllm.host import in_own_thread
+from asyncllm.models.parallel.collectives import EngineStore, find_store, open_store
 from asyncllm.models.registry import settle
+from asyncllm.worker.kernels import make_mesh
 from asyncllm.worker.ranks.group import WorkerGroup
 from asyncllm.worker.worker import Worker
 
@@ -34,9 +38,14 @@ class CoreLoader:
     """
 
     def __init__(
-        self, config: EngineConfig, recorder: Recorder, stat_loggers: list[StatLogger]
+        self,
+        config: EngineConfig,
+        recorder: Recorder,
+        stat_loggers: list[StatLogger],
+        link: EngineLink | None = None,
     ) -> None:
-        self._config = config
+        """link: to the other engines, where they share experts."""
+        self._config, self._link = config, link
         self._recorder = recorder
         self._stat_loggers = stat_loggers
         self._thread: ThreadPoolExecutor | None = None  # loads the last worker
@@ -55,11 +64,24 @@ class CoreLoader:
             await asyncio.gather(text, return_exceptions=True)
             raise
         try:
+            peers = None
+            if self._link is not None:
+                peers = Peers(self._link.place.number, self._link.peers, worker.adapters)
+                await peers.connect()
             inputs = InputProcessor(config, await text, worker.memory.max_model_len)
-            # Only ranks that we have started can be restarted.
+            # Only ranks that we have started can be restarted, and engines that share experts only
+            # together.
             is_ours = config.cluster.nnodes == 1 and config.cluster.backend == "mp"
-            reload = self._reload if worker.group is not None and is_ours else None
-            return EngineCore(config, worker, inputs, self._recorder, self._stat_loggers, reload)
+            is_ours = is_ours and worker.group is not None and self._link is None
+            return EngineCore(
+                config,
+                worker,
+                inputs,
+                self._recorder,
+                self._stat_loggers,
+                self._reload if is_ours else None,
+                peers,
+            )
         except BaseException:
             worker.close()
             raise
@@ -78,7 +100,7 @@ class CoreLoader:
         await self.join()  # two workers may not fit in memory
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-load")
         on_imported, self._is_cancelled = partial(_resolve, imported), threading.Event()
-        start = partial(_start_worker, self._config, self._is_cancelled.is_set)
+        start = partial(_start_worker, self._config, self._is_cancelled.is_set, self._link)
         loading = self._thread.submit(start, progress=progress, imported=on_imported)
         self._thread.shutdown(wait=False)  # ends after this load
         try:
@@ -92,15 +114,29 @@ class CoreLoader:
 def _start_worker(
     config: EngineConfig,
     is_cancelled: Callable[[], bool],
+    link: EngineLink | None,
     *,
     progress: bool,
     imported: Callable[[], object],
 ) -> Worker:
     """Start rank 0's worker, and the processes of other ranks, if any. Raises as `Worker`."""
-    if config.mesh.size == 1:
+    if config.mesh.is_alone:
         return Worker(config, progress=progress, imported=imported)
-    config, _ = settle(config)  # refuses an unsupported model before it starts processes
-    group = WorkerGroup(config, is_cancelled)
+    config, model = settle(config)  # refuses an unsupported model before it starts processes
+    engines = None
+    if link is not None:
+        if model.full_read_tokens == 1:
+            raise ModelLoadError(
+                f"enable_expert_parallel: {config.model.architecture} has no experts for engines "
+                f"to share: without it, data_parallel_size {config.mesh.dp} makes engines that "
+                "share nothing"
+            )
+        engines = _find_engines(config, link)
+    if config.mesh.size == 1:
+        assert engines is not None
+        connect = partial(make_mesh, config, None, engines.address[0], engines)
+        return Worker(config, progress=progress, imported=imported, connect=connect)
+    group = WorkerGroup(config, is_cancelled, engines)
     try:
         return Worker(
             config, progress=progress, imported=imported, connect=group.connect, group=group
@@ -111,6 +147,14 @@ def _start_worker(
         if failure is not None and isinstance(error, Exception):
             raise ModelLoadError(failure) from error
         raise
+
+
+def _find_engines(config: EngineConfig, link: EngineLink) -> EngineStore:
+    """Waits for the first engine, which has the store."""
+    num_ranks = config.mesh.dp * config.mesh.size
+    if link.listener is not None:
+        return EngineStore(open_store(num_ranks, link.listener), link.address)
+    return EngineStore(find_store(num_ranks, *link.address), link.address)
 
 
 def _resolve(imported: Future[None]) -> None:

@@ -27,9 +27,12 @@ from asyncllm.engine.beam_search import BeamSearchClient
 from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.core import Replica, Restarts
+from asyncllm.engine.data_parallel.peers import Peers, SharedAdapterStore
 from asyncllm.engine.engine_steps import EngineSteps
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.live_requests import LiveRequests
+from asyncllm.engine.lockstep_pipeline import run_ahead_in_lockstep, run_synchronous_in_lockstep
+from asyncllm.engine.lockstep_steps import LockstepEngineSteps
 from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.engine.pipeline import run_ahead, run_staged, run_synchronous
 from asyncllm.engine.recorder import Recorder
@@ -47,6 +50,8 @@ from asyncllm.worker.worker import Worker
 
 logger = logging.getLogger("asyncllm")
 
+PEERS_SECONDS = 0.1  # after a failed step, until it is known whether another engine was lost
+
 
 class EngineCore:
     """Must be created on the event loop that it runs on."""
@@ -59,8 +64,10 @@ class EngineCore:
         recorder: Recorder,
         stat_loggers: list[StatLogger],
         reload: Callable[[], Awaitable[Worker]] | None = None,
+        peers: Peers | None = None,
     ) -> None:
-        """reload: starts another worker after a rank was lost; None: that is not possible."""
+        """reload: starts another worker after a rank was lost; None: that is not possible. peers:
+        the engines that this one shares experts with."""
         self.worker, self.work = worker, worker.work
         self.input_processor = input_processor
         self.recorder = recorder
@@ -81,15 +88,20 @@ class EngineCore:
             lambda: self.live.scheduler.num_requests,
             lambda: str(self.live.scheduler.stats()),
         )
-        self.adapters = None if worker.adapters is None else AdapterManager(worker.adapters)
-        self.steps = EngineSteps(
-            worker,
-            self.live,
-            self.watchdog,
-            recorder,
-            stat_loggers,
-            later=[input_processor.grammars.prepare] * 2,
-        )
+        self._peers = peers
+        self.adapters = None
+        if worker.adapters is not None:
+            store = worker.adapters
+            self.adapters = AdapterManager(
+                store if peers is None else SharedAdapterStore(store, peers)
+            )
+        parts = worker, self.live, self.watchdog, recorder, stat_loggers
+        later = [input_processor.grammars.prepare] * 2
+        if peers is None:
+            self.steps = EngineSteps(*parts, later=later)
+        else:
+            patience = config.distributed_timeout_seconds
+            self.steps = LockstepEngineSteps(peers.lockstep, patience, *parts, later=later)
         self.dead: str | None = None  # why no request is served, for good or until a restart
         self.changed: Callable[[bool], object] = lambda is_up: None  # called at a restart
         self._reload, self._restarts = reload, Restarts()
@@ -242,7 +254,9 @@ class EngineCore:
     async def _run(self) -> None:
         while self.dead is None:
             try:
-                if not self._config.async_scheduling:
+                if isinstance(self.steps, LockstepEngineSteps):
+                    await self._run_in_lockstep(self.steps)
+                elif not self._config.async_scheduling:
                     await run_synchronous(self.steps)
                 elif self._config.mesh.pp > 1:
                     await run_staged(self.steps, len(self.live.scheduler.sets))
@@ -251,6 +265,19 @@ class EngineCore:
             except Exception as error:
                 logger.exception("a step failed; the requests that had begun end with an error")
                 await self._recover(error)
+
+    async def _run_in_lockstep(self, steps: LockstepEngineSteps) -> None:
+        """If a step fails, the engine dies: the other engines wait in that step."""
+        is_ahead = self._config.async_scheduling
+        run = run_ahead_in_lockstep if is_ahead else run_synchronous_in_lockstep
+        try:
+            await run(steps)
+        except Exception as error:
+            if steps.is_planning:  # no engine waits yet
+                raise
+            logger.exception("a step of all engines failed")
+            await asyncio.sleep(PEERS_SECONDS)
+            self._die(steps.lost or f"a step failed: {error}")
 
     async def _recover(self, error: Exception) -> None:
         """End the requests that a failed step affects. Go on if the device responds, else die.
@@ -373,6 +400,8 @@ class EngineCore:
         self.dead = "the engine is closed"
         self._task.cancel()
         await asyncio.wait([self._task])
+        if self._peers is not None:
+            self._peers.close()
         self.live.fail_all(self.dead)
         self.steps.record(None)
         if self.adapters is not None:

@@ -9,6 +9,7 @@ order, so that no running stream waits long; a slot that is written is read by n
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -37,22 +38,26 @@ class AdapterStore:
     ) -> None:
         """group: the other ranks, of rank 0; each has its own part of every adapter."""
         self._group = group
-        self._layers = layers
+        self._layers, self._num_places = layers, num_places
         self._executor = executor
-        slots = layers.slots
-        shape = num_places, slots.shape[1]
-        self._places = torch.zeros(shape, dtype=slots.dtype, pin_memory=slots.is_cuda)
-        num_bytes = shape[1] * slots.element_size()
-        self._num_pieces = max(1, -(-num_bytes // PIECE_BYTES))
+        self._parts = [(layers, _host_memory(layers, num_places))]
+        if layers.of_experts is not layers:  # one more place, for adapters of other engines
+            self._parts.append((layers.of_experts, _host_memory(layers.of_experts, num_places + 1)))
+        self._visiting = asyncio.Lock()
 
     @property
     def num_places(self) -> int:
-        return len(self._places)
+        return self._num_places
 
     @property
     def num_slots(self) -> int:
         """Slot 0, of no adapter, not counted."""
         return len(self._layers.slots) - 1
+
+    @property
+    def first_slot(self) -> int:
+        """As `LoRALayers.first_slot`."""
+        return self._layers.first_slot
 
     @torch.inference_mode()
     def read(self, folder: Path, place: int) -> AdapterInfo:
@@ -63,23 +68,41 @@ class AdapterStore:
         answers = []
         if self._group is not None:
             answers = self._group.ask(Kind.READ_ADAPTER, str(folder.resolve()), place)
-        info = read_adapter(folder, self._layers, self._places[place])
+        infos = [
+            read_adapter(folder, part, places[place], experts_alone=part is not self._layers)
+            for part, places in self._parts
+            if place < len(places)
+        ]
         for answer in answers:
             if error := answer.result():
                 raise LoRALoadError(error)
-        return info
+        return replace(infos[0], rank=max(info.rank for info in infos))
 
     async def load(self, place: int, slot: int) -> None:
         """Copy a place to a slot, which no launched step reads. Until it is there."""
         answers = []
         if self._group is not None:
             answers = self._group.ask(Kind.LOAD_ADAPTER, place, slot)
-        target, source = self._layers.slots[slot], self._places[place]
-        pieces = (tensor.chunk(self._num_pieces) for tensor in (target, source))
-        for piece in zip(*pieces, strict=True):
-            await self._copy(*piece).wait()
+        is_own = place < self._num_places
+        for part, places in self._parts:
+            if place < len(places):
+                first = self.first_slot if is_own and part is not self._layers else 0
+                await self._copy_whole(part.slots[first + slot], places[place])
         for answer in answers:
             await asyncio.wrap_future(answer)
+
+    async def load_visiting(self, folder: Path, slot: int) -> None:
+        """Load the expert part of another engine's adapter into that engine's slot. Raises
+        `LoRALoadError`."""
+        async with self._visiting:
+            await asyncio.to_thread(self.read, folder, self._num_places)
+            await self.load(self._num_places, slot)
+
+    async def _copy_whole(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        num_pieces = max(1, -(-source.nbytes // PIECE_BYTES))
+        pieces = (tensor.chunk(num_pieces) for tensor in (target, source))
+        for piece in zip(*pieces, strict=True):
+            await self._copy(*piece).wait()
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> LaunchedStep:
         def work() -> Collect:
@@ -87,3 +110,9 @@ class AdapterStore:
             return lambda: StepResult([])
 
         return self._executor.submit(work, PIECE_SHAPE)
+
+
+def _host_memory(layers: LoRALayers, num_places: int) -> torch.Tensor:
+    slots = layers.slots
+    shape = num_places, slots.shape[1]
+    return torch.zeros(shape, dtype=slots.dtype, pin_memory=slots.is_cuda)

@@ -76,7 +76,7 @@ def start_of(config: EngineConfig, model: CausalLM, device: torch.device) -> Sta
         block_size=config.block_size,
         layers=model.attention_layers,
         sizes=DenseShape.of(config.model),
-        dense_weights=weight_format(model) if config.mesh.size == 1 else None,
+        dense_weights=weight_format(model) if config.mesh.is_alone else None,
         attention_backend=_backend(config, device),
         has_fast_ops=has_fast_ops(device, dtype),
         captures_prefills=is_captured and bool(config.prefill_graph_sizes),

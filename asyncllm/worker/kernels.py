@@ -22,7 +22,7 @@ from asyncllm.kernels.gemm.gemm_autotune import Agree, AutotunedGemm, GemmCache
 from asyncllm.models.layers.lora_ops import TORCH_LORA, LoRAOps
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.torch_ops import TorchOps
-from asyncllm.models.parallel.collectives import CollectiveMesh
+from asyncllm.models.parallel.collectives import CollectiveMesh, EngineStore
 from asyncllm.models.parallel.mesh import Mesh
 from asyncllm.worker.device_state import (
     DeviceState,
@@ -136,13 +136,17 @@ def first_of_stage(mesh: Mesh, device: torch.device, ours: bytes) -> bytes:
     return bytes(mesh.reduce(numbers).tolist())
 
 
-def make_mesh(config: EngineConfig, store: Any, host: str) -> CollectiveMesh:
-    """`host`: the address at which other ranks reach this one. Waits for all of them."""
+def make_mesh(
+    config: EngineConfig, store: Any, host: str, engines: EngineStore | None = None
+) -> CollectiveMesh:
+    """`host`: the address at which other ranks reach this one. engines: of those that share
+    experts. Waits for all of them."""
     device = torch.device(config.device)
     row_size = None
     if has_fast_ops(device, getattr(torch, config.dtype)):
         row_size = getattr(config.model.hf_config, "hidden_size", None)
-    return CollectiveMesh(config.mesh, store, host, device, row_size)
+    of_engines = None if engines is None else engines.store
+    return CollectiveMesh(config.mesh, store, host, device, row_size, of_engines)
 
 
 def share_tokens(sample: SampleSlots, mesh: Mesh) -> SampleSlots:

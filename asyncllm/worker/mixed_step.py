@@ -94,6 +94,8 @@ class MixedStep:
 
     def graph_shape(self, step: PackedStep) -> StepShape | None:
         """The captured shape that a step is padded to; None: it runs eagerly."""
+        if step.common is not None:
+            return step.common.shape if step.common.in_graph else None
         if self.graphs is None:
             return None
         return self.graphs.fitting(len(step.decode_slots), step.prefills, step.adapters)

@@ -47,7 +47,7 @@ def make_model(
     if config.enable_lora:
         lora_ops = select_lora_ops(device)
         room, whole = (config.max_loras, config.max_lora_rank), config.lora_modules_to_save
-        lora = LoRALayers(*room, dtype, device, lora_ops, whole)
+        lora = LoRALayers(*room, dtype, device, lora_ops, whole, mesh.config)
     model_len = config.max_model_len or config.model.context_window
     backend = resolve_backend(config.attention_backend, device)
     latents = keeps_latents(config, backend)  # as in the cache layout
@@ -78,7 +78,7 @@ def load_model(
     """Load the weights, and compile kernels meanwhile. Returns a function that waits for the
     compilation of the persistent kernel."""
     # A step of one row has other GEMM kernels. It does not need the weights' values.
-    if config.mesh.size == 1:  # with several ranks it would call the mesh from another thread
+    if config.mesh.is_alone:  # with several ranks it would call the mesh from another thread
         prewarm.begin_last(
             lambda: model.compute_logits(forward_without_attention(model, 1, device))
         )

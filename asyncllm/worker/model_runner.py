@@ -91,7 +91,7 @@ class ModelRunner:
         self._kernels = kernels
         self._executor = executor
         self._masks = masks
-        self._packer = StepPacker(config.num_slots, config.block_size)
+        self.packer = StepPacker(config.num_slots, config.block_size)
         device = state.positions.device
         self._staging = staging = Staging(device, num_ahead=mesh.config.pp)
         self.graphs: DecodeGraphs | None = None
@@ -117,12 +117,15 @@ class ModelRunner:
         results = ResultBuffers(config.num_slots, device)
         self._sampling = StepSampling(state, fully, processors, masks, staging, results, mesh)
 
-    def launch(self, plan: StepPlan) -> LaunchedStep:
+    def launch(self, plan: StepPlan, step: PackedStep | None = None) -> LaunchedStep:
         """Enqueue the step. Returns a `HostStep` if the plan `needs_host`, or if `in_parts`.
 
-        Work that is launched later finds the device state as the step leaves it.
+        Work that is launched later finds the device state as the step leaves it. step: the packed
+        plan, by `CommonSteps`.
         """
-        step, graph = self._packer.pack(plan), None
+        graph = None
+        if step is None:
+            step = self.packer.pack(plan)
         shape = StepShape(StepKind.DECODE, len(step.decode_slots), step.adapters)
         if step.has_prompts:
             graph = self.mixed.graph_shape(step)
@@ -137,7 +140,7 @@ class ModelRunner:
 
         def sample(masked_rows: np.ndarray) -> LaunchedStep:
             # Packed now, as sequences grow before the device gets here.
-            edits = self._packer.pack_edits(step) if step.needs_host else None
+            edits = self.packer.pack_edits(step) if step.needs_host else None
             if self._group is not None:
                 self._group.send(Kind.SAMPLE, masked_rows.size > 0)
             self._begun.popleft()
@@ -200,7 +203,9 @@ class ModelRunner:
         slots, num_rows = self.inputs.decode_slots, len(step.decode_slots)
         graphs = self.adapter_graphs if step.adapters else self.graphs
         size = None if graphs is None else graphs.fitting(num_rows)
-        self.work.ran("decode", num_rows, size)
+        if step.common is not None:
+            size = step.common.shape.size if step.common.in_graph else None
+        self.work.ran("decode", num_rows, size, step.num_padding)
         resample = None
         if graphs is None or size is None:
             max_len = int(step.decode_positions.max()) + 1
@@ -266,7 +271,8 @@ class ModelRunner:
 
     def _mixed_step(self, step: PackedStep, graph: StepShape | None) -> Forwarded:
         """Decodes and prefill chunks in one forward pass."""
-        self.work.ran("mixed", step.shape.size, None if graph is None else graph.size)
+        size = None if graph is None else graph.size
+        self.work.ran("mixed", step.shape.size, size, step.num_padding)
         if step.extras.output_tokens is not None:  # decodes add their inputs to these counts
             extras = self._upload(step)
             hidden = self.mixed.forward(step, graph)
@@ -294,12 +300,16 @@ class ModelRunner:
     def run_padding(self, num_tokens: int) -> None:
         """Run a prefill of the padding page on the current stream, and sample in the padding
         slot."""
-        num_groups, vocab_size = len(self._state.block_tables), self._state.in_prompt.shape[1]
-        step = padding_prompt(num_tokens, self._cache.block_size, num_groups, vocab_size)
+        step = self.padding_prompt(num_tokens)
         hidden = self.mixed.forward(step, self.mixed.graph_shape(step))
         tokens, logits = self.mixed.logits(hidden, 1)
         if tokens is None:
             self.mixed.sample(logits)
+
+    def padding_prompt(self, num_tokens: int) -> PackedStep:
+        """A step of one prompt on the padding page and slot."""
+        num_groups, vocab_size = len(self._state.block_tables), self._state.in_prompt.shape[1]
+        return padding_prompt(num_tokens, self._cache.block_size, num_groups, vocab_size)
 
     def _upload(self, step: PackedStep) -> DeviceExtras:
         """Copy sampling inputs that few steps have; updates penalties and allowed tokens."""

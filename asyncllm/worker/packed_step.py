@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from asyncllm.attention.base import PrefillRows
-from asyncllm.step_plan import NO_STATE_MOVES, StateMoves, StepKind, StepShape
+from asyncllm.step_plan import NO_STATE_MOVES, CommonStep, StateMoves, StepKind, StepShape
 from asyncllm.types import PADDING_PAGE, PADDING_SLOT
 
 A = TypeVar("A", np.ndarray, torch.Tensor)
@@ -137,6 +137,8 @@ class PackedStep(NamedTuple):
     prompt_logprobs: tuple[PromptLogprobsRow, ...] = ()
     needs_host: bool = False  # sampling is launched later, when the tokens before are known
     adapters: bool = False  # some row has a LoRA adapter
+    common: CommonStep | None = None  # the step of all engines, if they share experts
+    num_padding: int = 0  # tokens that were added for it
 
     @property
     def has_prompts(self) -> bool:

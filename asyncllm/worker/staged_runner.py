@@ -20,7 +20,7 @@ from asyncllm.graphs.sized_graphs import SizedGraphs
 from asyncllm.models.parallel.stages import Stages
 from asyncllm.step_plan import StepShape
 from asyncllm.worker.model_runner import ModelRunner, Rest
-from asyncllm.worker.packed_step import NO_CHANGES, PackedStep, padding_prompt
+from asyncllm.worker.packed_step import NO_CHANGES, PackedStep
 from asyncllm.worker.step_sampling import Forwarded
 
 
@@ -38,8 +38,7 @@ class StagedRunner(ModelRunner):
         }
 
     def run_padding(self, num_tokens: int) -> None:
-        num_groups, vocab_size = len(self._state.block_tables), self._state.in_prompt.shape[1]
-        step = padding_prompt(num_tokens, self._cache.block_size, num_groups, vocab_size)
+        step = self.padding_prompt(num_tokens)
         forwarded = self._begin(step, self.mixed.graph_shape(step))()
         if forwarded is not None and forwarded.tokens is None:
             self.mixed.sample(forwarded.logits)

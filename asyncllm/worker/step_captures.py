@@ -170,16 +170,19 @@ class StepCaptures:
             runner.last_graphs.clear()
 
     def _capture(self, capture: Callable[[int], None], sizes: tuple[int, ...], name: str) -> None:
-        """Capture some sizes now, largest first, and the others in idle times."""
+        """Capture some sizes now, largest first, and the others in idle times. Engines that share
+        experts capture all sizes now, as they are not idle at the same time."""
+        has_idle_times = self._config.mesh.dp == 1
         for size in ProgressBar(
-            first_sizes(sizes),
+            first_sizes(sizes) if has_idle_times else sorted(sizes, reverse=True),
             desc=f"capturing {name} graphs",
             disable=not self._progress,
             leave=False,
             delay=DELAY_S,
         ):
             capture(size)
-        self._pending.extend(partial(capture, size) for size in later_sizes(sizes))
+        if has_idle_times:
+            self._pending.extend(partial(capture, size) for size in later_sizes(sizes))
 
 
 def has_room(device: torch.device) -> bool:

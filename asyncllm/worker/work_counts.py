@@ -19,9 +19,13 @@ class WorkCounts:
     num_tokens: int = 0
     num_padding: int = 0  # padding rows or tokens
 
-    def ran(self, kind: str, num_tokens: int, graph_tokens: int | None = None) -> None:
-        """Count a step of `num_tokens`, which ran eagerly or in a graph of `graph_tokens`."""
+    def ran(
+        self, kind: str, num_tokens: int, graph_tokens: int | None = None, num_padding: int = 0
+    ) -> None:
+        """Count a step of `num_tokens`, which ran eagerly or in a graph of `graph_tokens`.
+        num_padding: how many of `num_tokens` are padding."""
         self.steps[kind, "eager" if graph_tokens is None else "graph"] += 1
-        self.num_tokens += num_tokens
+        self.num_tokens += num_tokens - num_padding
+        self.num_padding += num_padding
         if graph_tokens is not None:
             self.num_padding += graph_tokens - num_tokens

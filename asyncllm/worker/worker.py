@@ -27,6 +27,7 @@ from asyncllm.step_plan import StepPlan
 from asyncllm.types import LaunchedStep, StepCost
 from asyncllm.worker import step_captures
 from asyncllm.worker.adapters import AdapterStore
+from asyncllm.worker.common_step import CommonSteps
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import StreamExecutor
 from asyncllm.worker.kernel_prewarm import KernelPrewarm, prewarm_slots
@@ -50,6 +51,7 @@ from asyncllm.worker.memory import (
 )
 from asyncllm.worker.model_loading import check_stages, load_model, make_model
 from asyncllm.worker.model_runner import ModelRunner
+from asyncllm.worker.packed_step import PackedStep
 from asyncllm.worker.ranks.group import WorkerGroup
 from asyncllm.worker.ranks.messages import CaptureGraph, ClearPages, Kind, WorkerCommand
 from asyncllm.worker.staged_runner import StagedRunner
@@ -151,7 +153,7 @@ class Worker:
             self._mesh,
             group,
         )
-        self.work = self.runner.work
+        self.work, self.common_steps = self.runner.work, CommonSteps(self.runner)
         with self._phase("warm_up"), self._executor.between_steps():
             self._warm_up(state, kernels, early)
         self._captures = StepCaptures(
@@ -214,9 +216,15 @@ class Worker:
                 with self._executor.between_steps():
                     self._captures.capture_one()
 
-    def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Launch a step: all of it, or its forward pass (`HostStep`) if it `needs_host`."""
-        return self.runner.launch(plan)
+    def launch(self, plan: StepPlan, step: PackedStep | None = None) -> LaunchedStep:
+        """Launch a step: all of it, or its forward pass (`HostStep`) if it `needs_host`. step: as
+        for `ModelRunner.launch`."""
+        return self.runner.launch(plan, step)
+
+    @property
+    def num_calls(self) -> int:
+        """The number of collective calls so far; on a CPU, of completed ones."""
+        return self._mesh.num_calls
 
     def drain(self) -> None:
         """Block until all steps are done, including ones whose sampling is not launched. Raises
@@ -228,13 +236,16 @@ class Worker:
 
     def close(self) -> None:
         """Drain, end threads and other ranks, and free all device memory."""
+        if self._config.mesh.dp > 1:
+            self._mesh.close()  # another engine may have ended during a step
         try:
             self._executor.close()  # cannot hang on a lost rank, as the group watches it
         finally:
             self._captures.clear()  # calls of the mesh among them: before it is closed
             if self.group is not None:
                 self.group.close()
-            del self.runner, self._captures
+            self._mesh.wait_closed()
+            del self.runner, self._captures, self.common_steps
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -244,7 +255,7 @@ class Worker:
         """Run padding steps on the current stream, while threads compile other kernels. Kernels
         that threads have begun are awaited first, instead of compiling them twice."""
         early.settle()
-        if isinstance(self._executor, StreamExecutor) and self._config.mesh.size == 1:
+        if isinstance(self._executor, StreamExecutor) and self._config.mesh.is_alone:
             slots = torch.zeros(1, dtype=torch.int32, device=self.device)  # the padding slot
             early.begin(partial(self.runner.decode_step, slots, 1), self._executor.stream)
         for num_tokens in WARM_UP_TOKENS if self.device.type == "cuda" else (1,):

@@ -20,6 +20,7 @@ from asyncllm.models.layers.linear_method import LinearShape
 from asyncllm.models.layers.lora_experts import LoRAExperts
 from asyncllm.models.layers.mlp import MLP
 from asyncllm.models.layers.ops import AddRMSNorm, Normed, Routed, Routing
+from asyncllm.models.parallel.mesh import Mesh
 
 FULL_READ = 4.0
 
@@ -104,18 +105,23 @@ class Experts:
         self.weights = self._method.create_weights(shape)
         self._ops = build.ops
         self._summing = build.mesh if mesh.tp > 1 else None
+        self._engines = build.mesh if mesh.dp > 1 else None
         self._lora = None
         if build.lora is not None:
             lora = LoRAExperts(build.lora, name, shape, mesh)
-            self._lora = build.lora.register(lora)
+            self._lora = build.lora.of_experts.register(lora)
 
     def add(self, x: Normed, end: AddRMSNorm) -> Normed:
         """As `MLP.add`."""
         lora = self._lora if self._lora is not None and self._lora.is_used else None
-        routed = self._router(x)
+        routed, rows = self._router(x), x
+        if self._engines is not None:
+            rows, routed = self._of_all_engines(self._engines, x, routed)
         if self._own_experts is not None:
             routed = own_experts(routed, self._own_experts)
-        out = self._method.apply(self._own, self.weights, x, routed, lora)
+        out = self._method.apply(self._own, self.weights, rows, routed, lora)
+        if self._engines is not None:
+            out = self._engines.sum_rows(out)
         if self._shared is not None:
             shared = self._shared.down_proj(self._shared.gated(x))
             if self._shared_gate is not None:
@@ -124,6 +130,15 @@ class Experts:
         if self._summing is None:
             return end.apply(self._ops, out)
         return end.apply_to_sum(self._ops, self._summing, out)
+
+    def _of_all_engines(self, mesh: Mesh, x: Normed, routed: Routed) -> tuple[Normed, Routed]:
+        """Their rows below each other: for each of them every rank has some of the experts."""
+        slots = [] if self._lora is None else self._lora.slots_among_engines
+        own = x.whole(), routed.ids, routed.gates, *slots
+        values, ids, gates, *slots = mesh.gather_rows(*own)
+        if self._lora is not None:
+            self._lora.select(slots)
+        return Normed(values), Routed(ids, gates)
 
     @property
     def full_read_tokens(self) -> int:

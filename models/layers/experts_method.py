@@ -62,7 +62,7 @@ class ExpertsShape:
         """Raises `ModelLoadError` where the ranks cannot divide them."""
         experts, size, has_down_bias = slice(0, self.num_experts), slice(0, self.size), True
         if mesh.by_expert:
-            experts = mesh.share(self.num_experts, "the number of experts")
+            experts = mesh.expert_share(self.num_experts)
         else:
             size = mesh.share(self.size, "the size of an expert")
             has_down_bias = mesh.place == 0
@@ -71,7 +71,7 @@ class ExpertsShape:
     def own(self, mesh: MeshConfig, dtype: torch.dtype) -> ExpertsShape:
         """The experts that a rank has, by their places and sizes there, in memory of this dtype.
         Raises `ModelLoadError` where the ranks cannot divide them."""
-        if mesh.tp == 1:
+        if mesh.tp * mesh.dp == 1:
             return self
         share = self.share(mesh)
         experts, size = (part.stop - part.start for part in (share.experts, share.size))

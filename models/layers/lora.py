@@ -26,6 +26,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from asyncllm.kernels.records import WholeWeights
+from asyncllm.mesh_config import MeshConfig
 from asyncllm.models.layers.linear_method import LinearShape
 from asyncllm.models.layers.lora_ops import TORCH_LORA, AdapterRows, LoRAOps, LoRAWeights
 from asyncllm.models.layers.lora_places import ALL, Place, WeightPart
@@ -62,7 +63,9 @@ class LoRALayers:
     as few copies, whatever its layers are. It begins with a number for each layer: 0 where the slot
     has nothing of it, 1 where it has matrices, 2 where biases or gains, too. `ops`: the device's.
     `whole`: the ends of the names of linear layers and embeddings of which each slot has room for a
-    whole matrix.
+    whole matrix. `of_experts` has the experts' part: these same layers; or, where engines share the
+    experts, and so compute each other's rows, others, which have the slots of all engines, this
+    one's from behind `first_slot` on.
     """
 
     def __init__(
@@ -73,7 +76,11 @@ class LoRALayers:
         device: torch.device,
         ops: LoRAOps = TORCH_LORA,
         whole: Sequence[str] = (),
+        mesh: MeshConfig = MeshConfig(),  # noqa: B008
     ) -> None:
+        self.of_experts, self.first_slot = self, mesh.engine * num_slots
+        if mesh.dp > 1:
+            self.of_experts = LoRALayers(mesh.dp * num_slots, max_rank, dtype, device, ops)
         self.max_rank = max_rank
         self._whole = whole
         self.ops = ops
@@ -96,6 +103,8 @@ class LoRALayers:
     def allocate(self) -> None:
         """Once, when the model's layers are made: the memory of all slots, as zeros. Raises
         `ValueError` where a name of `whole` is no layer's."""
+        if self.of_experts is not self:
+            self.of_experts.allocate()
         shapes = [shape for layer in self.layers for shape in layer.shapes]
         size = self._first + sum(map(_aligned, shapes))
         self.slots = self.slots.new_zeros(len(self.slots), size)

@@ -17,13 +17,17 @@ from asyncllm.mesh_config import MeshConfig
 from asyncllm.models.layers.experts_method import ExpertsShape
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.layers.lora_places import Place
+from asyncllm.types import NO_ADAPTER
 
 
 class LoRAExperts:
     """name: of the experts in the checkpoint; `shape.parts`: of gate, up and down below one."""
 
-    def __init__(self, owner: LoRALayers, name: str, shape: ExpertsShape, mesh: MeshConfig) -> None:
-        self._owner, self._name, self.shape = owner, name, shape
+    def __init__(self, rows: LoRALayers, name: str, shape: ExpertsShape, mesh: MeshConfig) -> None:
+        """rows: whose slots those of a step's rows are."""
+        self._rows, self._owner = rows, (owner := rows.of_experts)
+        self._name, self.shape = name, shape
+        self._among_engines: torch.Tensor | None = None
         self._share = share = shape.share(mesh)
         experts, size = (part.stop - part.start for part in (share.experts, share.size))
         rank, hidden = owner.max_rank, shape.hidden_size
@@ -67,12 +71,27 @@ class LoRAExperts:
 
     @property
     def is_used(self) -> bool:
-        return self._owner.rows is not None
+        return self._rows.rows is not None
+
+    @property
+    def slots_among_engines(self) -> list[torch.Tensor]:
+        """The slots of the rows of the pass that runs, int32 [T, 1], as all engines count them;
+        none where it has no adapters."""
+        if self._rows.rows is None:
+            return []
+        slots = self._rows.rows.slots.int()
+        return [torch.where(slots == NO_ADAPTER, slots, slots + self._rows.first_slot)[:, None]]
+
+    def select(self, slots: list[torch.Tensor]) -> None:
+        """The same of the rows of all engines, which are computed here."""
+        self._among_engines = slots[0].flatten() if slots else None
 
     def row_slots(self, tokens: torch.Tensor) -> torch.Tensor:
         """The adapter slots of rows that belong to these tokens: [rows]."""
-        assert self._owner.rows is not None
-        return self._owner.rows.slots[tokens]
+        if self._among_engines is not None:
+            return self._among_engines[tokens]
+        assert self._rows.rows is not None
+        return self._rows.rows.slots[tokens]
 
     def add_gate_up(
         self, product: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor

@@ -14,7 +14,7 @@ from collections import deque
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
@@ -47,8 +47,16 @@ def find_store(num_ranks: int, host: str, port: int) -> Any:
     return _c10d.TCPStore(host, port, world_size=num_ranks, is_master=False)
 
 
+class EngineStore(NamedTuple):
+    """Where the ranks of engines that share experts find each other: of all of them."""
+
+    store: Any
+    address: tuple[str, int]
+
+
 class CollectiveMesh:
-    """Implements `Mesh`. `host`: the address at which the others reach this rank.
+    """Implements `Mesh`. `store`: of the ranks of one engine, None where it has one; `engines`: of
+    all ranks of engines that share experts. `host`: the address at which the others reach this one.
 
     Construction waits for all ranks. On CUDA a call enqueues on the current stream and may be
     captured. `num_calls` counts calls: on a CPU, finished ones, by which whoever supervises the
@@ -66,24 +74,39 @@ class CollectiveMesh:
         host: str,
         device: torch.device,
         row_size: int | None = None,
+        engines: Any = None,
     ) -> None:
-        """row_size: numbers of the rows that kernels are to sum, 16 bits each; None: none are."""
+        """row_size: numbers of the rows that kernels are to sum, 16 bits each; None: none are.
+        engines: the store of all ranks of the engines that share experts."""
         self.config = config
         self.num_calls = self.num_common_calls = 0
         self._device = device
         make = _nccl if device.type == "cuda" else _gloo
-        self._all = self._stage = make(store, config.rank, config.size, host)
+        self._all: Any = None if store is None else make(store, config.rank, config.size, host)
+        self._stage: Any = self._all
         if config.pp > 1:
             of_stage = _c10d.PrefixStore(f"stage {config.stage}", store)
             self._stage = make(of_stage, config.place, config.tp, host)
-        self._even = self._odd = self._all  # by which stages of even and odd numbers send
+        self._even: Any = self._all  # by which stages of even numbers send
+        self._odd: Any = self._all
         if config.pp > 1 and device.type == "cuda":
             odd = _c10d.PrefixStore("odd stages", store)
             self._odd = make(odd, config.rank, config.size, host)
+        self._everyone: Any = self._all
+        self._engines: Any = self._all
+        if config.dp > 1:
+            everyone, peers = (
+                _c10d.PrefixStore(name, engines) for name in ("everyone", f"rank {config.rank}")
+            )
+            number = config.engine * config.size + config.rank
+            self._everyone = make(everyone, number, config.dp * config.size, host)
+            self._engines = make(peers, config.engine, config.dp, host)
         self._closing: threading.Thread | None = None
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
         self.least(0)  # NCCL connects at the first call, which must not be a captured one
-        self.sums = None if row_size is None else self._share_memory(store, row_size)
+        self.sums = None
+        if row_size is not None and config.tp > 1:
+            self.sums = self._share_memory(store, row_size)
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         if (sums := self.row_sums(x)) is not None:
@@ -159,9 +182,26 @@ class CollectiveMesh:
             self.num_common_calls += 1
         return x
 
+    def gather_rows(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """In one call, whatever their dtypes: the bytes of a row lie beside each other."""
+        parts = [tensor.contiguous().view(torch.uint8) for tensor in tensors]
+        own = torch.cat(parts, dim=1)
+        every = own.new_empty(self.config.dp * len(own), own.shape[1])
+        options = _in_stream(_c10d.distributed_c10d.AllgatherOptions())
+        self._finish(self._engines._allgather_base(every, own, options))
+        columns = every.split([part.shape[1] for part in parts], dim=1)
+        pairs = zip(columns, tensors, strict=True)
+        return [each.contiguous().view(tensor.dtype) for each, tensor in pairs]
+
+    def sum_rows(self, x: torch.Tensor) -> torch.Tensor:
+        own = x.new_empty(len(x) // self.config.dp, x.shape[1])
+        options = _in_stream(_c10d.distributed_c10d.ReduceScatterOptions())
+        self._finish(self._engines._reduce_scatter_base(own, x.contiguous(), options))
+        return own
+
     def least(self, number: int) -> int:
         numbers = torch.tensor([number], device=self._device)
-        self._finish(self._all.allreduce([numbers], _c10d.ReduceOp.MIN))
+        self._finish(self._everyone.allreduce([numbers], _c10d.ReduceOp.MIN))
         self.num_common_calls += 1
         return int(numbers)
 
@@ -180,7 +220,9 @@ class CollectiveMesh:
             group._set_default_timeout(timedelta(seconds=seconds))
 
     def close(self) -> None:
-        """Ends calls that wait, with an error. From any thread."""
+        """Ends calls that wait, with an error. From any thread; once, however often called."""
+        if self._closing is not None:
+            return
         if self.sums is not None:
             self.sums.end_waiting()
         # NCCL's returns when no graph is left that has calls of it.
@@ -199,7 +241,8 @@ class CollectiveMesh:
 
     @property
     def _groups(self) -> set[Any]:
-        return {self._all, self._stage, self._odd}
+        every = {self._all, self._stage, self._odd, self._everyone, self._engines}
+        return every - {None}
 
 
 def _in_stream(options: Any) -> Any:

@@ -21,6 +21,11 @@ class Mesh(Protocol):
     @property
     def config(self) -> MeshConfig: ...
 
+    @property
+    def num_calls(self) -> int:
+        """So far; on a CPU those that have ended. For any thread."""
+        ...
+
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of the stage's tensors, in place; equal to the last bit on all its ranks."""
         ...
@@ -47,18 +52,33 @@ class Mesh(Protocol):
         """Rank 0's tensor, in place, on the ranks of the first stage, which alone call it."""
         ...
 
+    def gather_rows(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """[rows, n] each -> [dp * rows, n]: of the ranks of this number of all engines, below each
+        other in the order of the engines."""
+        ...
+
+    def sum_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """[dp * rows, n] -> [rows, n]: this engine's rows of the sum of those ranks' tensors."""
+        ...
+
     def least(self, number: int) -> int:
-        """The least of the numbers that the ranks of all stages have. Waits for the device."""
+        """The least of the numbers that the ranks of all stages and engines have. Waits for the
+        device."""
         ...
 
     def close(self) -> None:
         """End calls that wait for other ranks, with an error. From any thread."""
         ...
 
+    def wait_closed(self) -> None:
+        """After `close`, and when captured graphs are gone: until memory is given back."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Alone:
     config: MeshConfig = field(default_factory=MeshConfig)
+    num_calls: int = 0
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -78,11 +98,20 @@ class Alone:
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
+    def gather_rows(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        return list(tensors)
+
+    def sum_rows(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
     def least(self, number: int) -> int:
         return number
 
     def close(self) -> None:
         """Nobody is told."""
+
+    def wait_closed(self) -> None:
+        """It has nothing."""
 
 
 ALONE = Alone()

@@ -25,7 +25,7 @@ from zlib import crc32
 
 import numpy as np
 
-from asyncllm.step_plan import StepPlan
+from asyncllm.step_plan import CommonStep, StepPlan
 from asyncllm.types import (
     PADDING_PAGE,
     PADDING_SLOT,
@@ -103,6 +103,7 @@ class FakeLaunched:
         self.plan = plan
         self.result: StepResult | None = None
         self.contexts: list[tuple[int, Seen]] = []  # once it has begun
+        self.common: CommonStep | None = None
         self._device = device
         self._turns = turns
         # What a runner packs at launch, because the host moves on: slots and masks.
@@ -179,12 +180,18 @@ class FakeDevice:
         self._queue: deque[Callable[[], None]] = deque()
 
     def launch(self, plan: StepPlan) -> FakeLaunched:
+        return self.queue(self.pack(plan))
+
+    def pack(self, plan: StepPlan) -> FakeLaunched:
+        """Read what a launch reads of sequences, as they are now."""
         check_plan(plan)
-        launched = FakeLaunched(self, plan, self._rng.randint(0, self._max_turns))
-        self._queue.append(partial(self._begin if self.in_parts else self._execute, launched))
-        if not self.lazy and not plan.needs_host and not self.in_parts:
-            self.run_until(launched)
-        return launched
+        return FakeLaunched(self, plan, self._rng.randint(0, self._max_turns))
+
+    def queue(self, packed: FakeLaunched) -> FakeLaunched:
+        self._queue.append(partial(self._begin if self.in_parts else self._execute, packed))
+        if not self.lazy and not packed.plan.needs_host and not self.in_parts:
+            self.run_until(packed)
+        return packed
 
     def queue_end(self, launched: FakeLaunched) -> None:
         self._queue.append(partial(self._end, launched))

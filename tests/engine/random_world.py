@@ -200,7 +200,7 @@ class World:
         )
         self._pending_emit = self.scheduler.finish_step(plan, result)
         self._check_sequences()
-        work = sum(self._work(request) for request in self.requests)
+        work = sum(self._most_steps(request) for request in self.requests)
         for request in scheduled_requests(self.scheduler).values():
             age = self.num_steps - self.steps_at_add[request.request_id]
             assert age <= 4 * work * self.num_sets, (
@@ -332,7 +332,7 @@ class World:
             assert request.request_id not in scheduled_requests(self.scheduler)
 
     @staticmethod
-    def _work(request: Request) -> int:
+    def _most_steps(request: Request) -> int:
         """Steps of one token each, at most."""
         return len(request.sequences) * (len(request.prompt_token_ids) + request.max_tokens)
 
@@ -390,12 +390,15 @@ class World:
 
     # --- from the first request to the last check ---
 
+    async def run_steps(self) -> None:
+        if self.num_sets > 1:
+            await run_staged(self, len(self.scheduler.sets))
+        await (run_ahead(self) if self.ahead else run_synchronous(self))
+
     async def run(self) -> None:
         self.clients = asyncio.create_task(self._run_clients())
         with pytest.raises(WorldIsDone):
-            if self.num_sets > 1:
-                await run_staged(self, len(self.scheduler.sets))
-            await (run_ahead(self) if self.ahead else run_synchronous(self))
+            await self.run_steps()
         await self.clients
         self.scheduler.check_empty()
         for request in self.requests:

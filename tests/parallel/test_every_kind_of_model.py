@@ -31,17 +31,16 @@ TP2: dict[str, Any] = {"tensor_parallel_size": 2}
 TP4: dict[str, Any] = {"tensor_parallel_size": 4}
 PP2: dict[str, Any] = {"pipeline_parallel_size": 2}
 BY_EXPERT: dict[str, Any] = {"enable_expert_parallel": True}
+# Fewer pages each, as each has half of the requests.
+ENGINES: dict[str, Any] = {"data_parallel_size": 2, "num_gpu_blocks_override": 12}
 WAYS: dict[str, dict[str, Any]] = {
     "tp2": TP2,
     "tp4": TP4,
     "pp2": PP2,
     "tp2-pp2": TP2 | PP2,
-    # Fewer pages each, as each has half of the requests.
-    "dp2": {
-        "data_parallel_size": 2,
-        "data_parallel_backend": "uni",
-        "num_gpu_blocks_override": 12,
-    },
+    "dp2": ENGINES | {"data_parallel_backend": "uni"},
+    "dp2-ep2": ENGINES | BY_EXPERT,
+    "dp2-tp2-ep4": ENGINES | TP2 | BY_EXPERT,
     "ep2": TP2 | BY_EXPERT,
     "ep2-pp2": TP2 | PP2 | BY_EXPERT,
 }
@@ -69,10 +68,10 @@ CASES = [
     *(
         (kind, way, regime)
         for kind, ways in {
-            "mixture": (*DENSE_WAYS, "ep2"),
-            "quantised": (*DENSE_WAYS, "ep2", "ep2-pp2"),
+            "mixture": (*DENSE_WAYS, "ep2", "dp2-ep2", "dp2-tp2-ep4"),
+            "quantised": (*DENSE_WAYS, "ep2", "ep2-pp2", "dp2-ep2"),
             "adapters": DENSE_WAYS,
-            "expert-adapters": ("tp2", "ep2"),
+            "expert-adapters": ("tp2", "ep2", "dp2-ep2", "dp2-tp2-ep4"),
         }.items()
         for way in ways
         for regime in TWO_REGIMES
@@ -81,10 +80,9 @@ CASES = [
 NUM_EXPERTS = 4
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture with the built-in model's tokenizer, and two adapters of each of the two models."""
-    folder, tiny = tmp_path_factory.mktemp("kinds"), resolve_model_path("tiny")
+def write_mixture_with_words(folder: Path, window: int = 256) -> Path:
+    """A mixture with the built-in model's tokenizer."""
+    tiny = resolve_model_path("tiny")
     config = Qwen3MoeConfig(
         vocab_size=ModelConfig.from_folder(tiny).vocab_size,
         hidden_size=128,
@@ -96,20 +94,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         head_dim=64,
         num_experts=NUM_EXPERTS,
         num_experts_per_tok=2,
-        max_position_embeddings=256,
+        max_position_embeddings=window,
     )
     with torch.inference_mode():
         random_reference(config).save_pretrained(folder)
     for file in tiny.glob("tokenizer*"):
         shutil.copy(file, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture, and two adapters of each of the two models."""
+    folder = write_mixture_with_words(tmp_path_factory.mktemp("kinds"))
+    for seed in (1, 2):
+        write_tiny_adapter(folder / "adapters" / str(seed), seed)
+        write_adapter_of_experts(folder / "expert-adapters" / str(seed), seed)
+    return folder
+
+
+def write_adapter_of_experts(folder: Path, seed: int) -> Path:
+    """For the mixture's experts and attention."""
     modules = {"self_attn.q_proj": (128, 512), "self_attn.o_proj": (512, 128)}
     for expert in range(NUM_EXPERTS):
         modules |= {f"mlp.experts.{expert}.{name}_proj": (128, 512) for name in ("gate", "up")}
         modules[f"mlp.experts.{expert}.down_proj"] = 512, 128
-    for seed in (1, 2):
-        write_tiny_adapter(folder / "adapters" / str(seed), seed)
-        write_adapter(folder / "expert-adapters" / str(seed), 2, modules, seed)
-    return folder
+    return write_adapter(folder, 2, modules, seed)
 
 
 async def answered(folder: Path, kind: str, **args: Any) -> list[RequestOutput]:

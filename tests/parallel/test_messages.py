@@ -16,7 +16,7 @@ from asyncllm.config import EngineArgs
 from asyncllm.errors import ModelLoadError
 from asyncllm.frames import LENGTH, MAX_FRAME_BYTES, Frames, frame
 from asyncllm.mesh_config import MeshConfig
-from asyncllm.step_plan import StateMoves
+from asyncllm.step_plan import CommonStep, StateMoves, StepKind, StepShape
 from asyncllm.worker.packed_step import (
     Feature,
     PackedStep,
@@ -65,6 +65,7 @@ MIXED = PackedStep(
     extras=SamplingExtras(prompt_targets=int32(1, 2, 3)),
     prompt_logprobs=(PromptLogprobsRow(0, 1, 3, 2),),
     needs_host=True,
+    common=CommonStep(StepShape(StepKind.MIXED, 8, adapters=True), in_graph=True),
 )
 
 
@@ -79,7 +80,7 @@ def test_a_step_arrives_as_it_was(step: PackedStep) -> None:
 
 def test_no_field_of_a_step_is_forgotten() -> None:
     """A new one is to be set in MIXED, and then to travel."""
-    only_rank_0 = {"num_top_logprobs"}
+    only_rank_0 = {"num_top_logprobs", "num_padding"}
     for name, default in PackedStep._field_defaults.items():
         is_set = getattr(MIXED, name) is not default or getattr(DECODES, name) is not default
         assert is_set or name in only_rank_0, name

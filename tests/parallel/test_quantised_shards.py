@@ -24,9 +24,9 @@ from tests.engine.test_quantized_experts import (
     write_gpt_oss,
     write_mixture,
 )
-from tests.models.quantized_files import FORMATS, write_checkpoint
+from tests.models.quantized_files import FORMATS, Format, write_checkpoint
 from tests.models.tiny_checkpoints import llama, random_reference
-from tests.parallel.test_shards import build, expect_equal
+from tests.parallel.test_shards import build, expect_equal, expect_equal_engines
 
 # What ranks of a group cannot have a part of, and why.
 REFUSED = {
@@ -109,18 +109,28 @@ def codes_read(
 BY = pytest.mark.parametrize("by_expert", [False, True], ids=["by size", "by number"])
 
 
+def without_activations(form: Format) -> Format:
+    """Where a format quantises activations too, experts alone have it: their inputs are not."""
+    if form.activations is None:
+        return form
+    left = {"modules_to_not_convert": ["self_attn"], "ignore": ["lm_head", "self_attn"]}
+    config = {**form.quantization_config, **left}
+    return replace(form, ignored=("self_attn",), quantization_config=config)
+
+
 @BY
 @pytest.mark.parametrize("name", SERVED)
 def test_quantised_experts(name: str, by_expert: bool, tmp_path: Path) -> None:
-    """Where a format quantises activations too, experts alone have it: their inputs are not."""
-    form = FORMATS[name]
-    if form.activations is not None:
-        left = {"modules_to_not_convert": ["self_attn"], "ignore": ["lm_head", "self_attn"]}
-        config = {**form.quantization_config, **left}
-        form = replace(form, ignored=("self_attn",), quantization_config=config)
     with torch.inference_mode():
-        write_mixture(form, tmp_path)
+        write_mixture(without_activations(FORMATS[name]), tmp_path)
     expect_equal(tmp_path, 2, by_expert)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_quantised_experts_of_two_engines(name: str, tmp_path: Path) -> None:
+    with torch.inference_mode():
+        write_mixture(without_activations(FORMATS[name]), tmp_path)
+    expect_equal_engines(tmp_path, 2, 1)
 
 
 @BY
@@ -166,8 +176,10 @@ def test_ranks_read_no_experts_but_their_own(by_expert: bool, tmp_path: Path) ->
     def num_bytes(mesh: Alone) -> int:
         return sum(x.num_bytes for x in build(tmp_path, mesh).loads() if ".experts." in x.name)
 
-    meshes = [Alone(MeshConfig(2, rank, by_expert)) for rank in range(2)]
-    assert sum(map(num_bytes, meshes)) == num_bytes(Alone())
+    of_ranks = [Alone(MeshConfig(2, rank, by_expert)) for rank in range(2)]
+    of_engines = [Alone(MeshConfig(1, 0, True, dp=2, engine=engine)) for engine in range(2)]
+    for meshes in (of_ranks, of_engines):
+        assert sum(map(num_bytes, meshes)) == num_bytes(Alone())
 
 
 def test_a_size_that_cuts_a_group_is_refused_by_name(tmp_path: Path) -> None:

@@ -114,6 +114,32 @@ def test_experts_by_number(name: str, tmp_path: Path) -> None:
     expect_equal(tmp_path, 2, by_expert=True)
 
 
+def token_ids_of(engine: int) -> torch.Tensor:
+    return (torch.arange(NUM_TOKENS) + engine) * (41 + 2 * engine) % VOCAB_SIZE
+
+
+def expect_equal_engines(folder: Path, num_engines: int, num_ranks: int, **how: Any) -> None:
+    """Each has its own tokens, as many at a time as the others."""
+
+    def on_rank(mesh: ThreadMesh) -> torch.Tensor:
+        return logits_of(folder, mesh, token_ids_of(mesh.config.engine), **how)
+
+    found = on_ranks(num_ranks, on_rank, by_expert=True, num_engines=num_engines)
+    for engine in range(num_engines):
+        with torch.inference_mode():
+            expected = logits_of(folder, Alone(), token_ids_of(engine), **how)
+        for logits in found[engine * num_ranks : (engine + 1) * num_ranks]:
+            torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_experts_of_several_engines(name: str, tmp_path: Path) -> None:
+    with torch.inference_mode():
+        random_reference(CONFIGS[name]).save_pretrained(tmp_path)
+    expect_equal_engines(tmp_path, 2, 1)
+    expect_equal_engines(tmp_path, 2 if name == "mixtral" else 3, 2)
+
+
 @pytest.mark.parametrize("top_k", [1, 2, 5])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_a_ranks_own_experts_come_once_and_count_as_before(top_k: int, num_ranks: int) -> None:
@@ -122,7 +148,7 @@ def test_a_ranks_own_experts_come_once_and_count_as_before(top_k: int, num_ranks
     gates, ids = torch.rand(50, 8, generator=generator).topk(top_k)
     whole, summed = torch.zeros(50, 8).scatter(1, ids, gates), []
     for rank in range(num_ranks):
-        share = MeshConfig(num_ranks, rank).share(8, "experts")
+        share = MeshConfig(num_ranks, rank).expert_share(8)
         found = own_experts(Routed(ids, gates), share)
         width = share.stop - share.start
         assert found.ids.shape == (50, min(top_k, width)) and found.ids.is_contiguous()

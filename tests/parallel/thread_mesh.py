@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import product
 from queue import Queue
 from typing import TypeVar
 
@@ -27,12 +28,13 @@ class Meeting:
 
 @dataclass
 class Program:
-    """Shared by ranks: a meeting of each stage and one of all, and what is on its way to each
-    rank."""
+    """Shared by the ranks of one engine: a meeting of each stage, and what is on its way to each
+    rank; and by those of all engines: a meeting of the ranks of each number, and one of all."""
 
     stages: list[Meeting]
-    everyone: Meeting
     sent: list[Queue[torch.Tensor]]
+    peers: list[Meeting]
+    everyone: Meeting
 
 
 class ThreadMesh:
@@ -40,6 +42,7 @@ class ThreadMesh:
 
     def __init__(self, config: MeshConfig, program: Program) -> None:
         self.config = config
+        self.num_calls = 0
         self._program = program
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -61,6 +64,12 @@ class ThreadMesh:
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(self._exchange(x, self._stage)[0])
 
+    def gather_rows(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.cat(self._meet_peers(tensor)) for tensor in tensors]
+
+    def sum_rows(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(self._meet_peers(x)).chunk(self.config.dp)[self.config.engine]
+
     def least(self, number: int) -> int:
         numbers = self._exchange(torch.tensor(number), self._program.everyone)
         return min(int(each) for each in numbers)
@@ -72,9 +81,12 @@ class ThreadMesh:
     def _stage(self) -> Meeting:
         return self._program.stages[self.config.stage]
 
+    def _meet_peers(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return self._exchange(x, self._program.peers[self.config.rank])
+
     def _exchange(self, x: torch.Tensor, meeting: Meeting) -> list[torch.Tensor]:
-        """The tensors of all who meet, in the order of their ranks."""
-        meeting.brought[self.config.rank] = x.clone()
+        """The tensors of all who meet, in the order of their engines and ranks."""
+        meeting.brought[self.config.engine * self.config.size + self.config.rank] = x.clone()
         meeting.barrier.wait(PATIENCE_SECONDS)
         tensors = [meeting.brought[rank] for rank in sorted(meeting.brought)]
         meeting.barrier.wait(PATIENCE_SECONDS)
@@ -86,24 +98,35 @@ def on_ranks(
     work: Callable[[ThreadMesh], T],
     by_expert: bool = False,
     num_stages: int = 1,
+    num_engines: int = 1,
 ) -> list[T]:
-    """The result of each rank with its mesh."""
+    """The result of each rank with its mesh, engine by engine."""
     num_ranks = num_places * num_stages
-    stages = [Meeting(threading.Barrier(num_places)) for _ in range(num_stages)]
-    everyone = Meeting(threading.Barrier(num_ranks))
-    program = Program(stages, everyone, [Queue() for _ in range(num_ranks)])
+
+    def meetings(number: int, num_who_meet: int) -> list[Meeting]:
+        return [Meeting(threading.Barrier(num_who_meet)) for _ in range(number)]
+
+    (everyone,), peers = meetings(1, num_engines * num_ranks), meetings(num_ranks, num_engines)
+    programs = [
+        Program(meetings(num_stages, num_places), [Queue() for _ in range(num_ranks)], peers,
+                everyone)
+        for _ in range(num_engines)
+    ]  # fmt: skip
 
     @torch.inference_mode()
-    def of(rank: int) -> T:
+    def of(engine: int, rank: int) -> T:
+        config = MeshConfig(num_places, rank, by_expert, num_stages, num_engines, engine)
         try:
-            return work(ThreadMesh(MeshConfig(num_places, rank, by_expert, num_stages), program))
+            return work(ThreadMesh(config, programs[engine]))
         except BaseException:
-            for meeting in (*stages, everyone):
+            stages = [stage for program in programs for stage in program.stages]
+            for meeting in (*stages, *peers, everyone):
                 meeting.barrier.abort()
             raise
 
-    with ThreadPoolExecutor(num_ranks) as threads:
-        futures = [threads.submit(of, rank) for rank in range(num_ranks)]
+    with ThreadPoolExecutor(num_engines * num_ranks) as threads:
+        numbers = product(range(num_engines), range(num_ranks))
+        futures = [threads.submit(of, *number) for number in numbers]
     errors = [error for future in futures if (error := future.exception()) is not None]
     for error in errors:
         if not isinstance(error, threading.BrokenBarrierError):

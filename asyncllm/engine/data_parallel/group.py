@@ -19,6 +19,7 @@ from asyncllm.engine.core import Adapters, Core, Replica
 from asyncllm.engine.data_parallel.adapters import GroupAdapters
 from asyncllm.engine.data_parallel.remote import RemoteCore
 from asyncllm.engine.data_parallel.router import Placement, Router
+from asyncllm.engine.data_parallel.supervisor import Supervisor
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.output_state import Sink
@@ -35,9 +36,14 @@ class EngineGroup:
     """Implements `Core`. Made on the loop of its members, in the order of their ranks."""
 
     def __init__(
-        self, members: Sequence[Core], input_processor: InputProcessor, block_size: int
+        self,
+        members: Sequence[Core],
+        input_processor: InputProcessor,
+        block_size: int,
+        supervisors: Sequence[Supervisor] = (),
     ) -> None:
-        self.members = members
+        """supervisors: of members in processes of their own."""
+        self.members, self._supervisors = members, supervisors
         self.input_processor = input_processor
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._router = Router([_capacity(member.stats(), block_size) for member in members])
@@ -184,6 +190,8 @@ class EngineGroup:
 
     async def close(self) -> None:
         self.input_processor.close()
+        for supervisor in self._supervisors:
+            await supervisor.close()
         await asyncio.gather(*(member.close() for member in self.members))
 
 

@@ -14,6 +14,7 @@ from asyncllm.engine.core import Core
 from asyncllm.engine.core_loader import CoreLoader, load_text
 from asyncllm.engine.data_parallel.group import EngineGroup
 from asyncllm.engine.data_parallel.remote import RemoteCore
+from asyncllm.engine.data_parallel.supervisor import Supervisor
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.stats import StatLogger
@@ -73,30 +74,35 @@ class ProcessGroupLoader:
     async def load(self, *, progress: bool) -> EngineGroup:
         """Raises `ValueError` or `ModelLoadError` for what cannot run, and leaves no process."""
         config, size = self._config, self._config.data_parallel_size
-        environments = _environments(config.device, size, config.mesh.size)
+        shares_experts = config.mesh.dp > 1
+        environments = _environments(config.device, size, config.mesh.size, shares_experts)
         members = [
             RemoteCore(rank, _engine_args(self._args, rank), environment, each, self._stat_loggers)
             for rank, (environment, each) in enumerate(
                 zip(environments, _recorders(self._recorder, size), strict=True)
             )
         ]
+        together = [members] if shares_experts else [[member] for member in members]
+        supervisors = [Supervisor(each) for each in together]
         imported: Future[None] = Future()
         imported.set_result(None)
         text = asyncio.create_task(in_own_thread(load_text, config, imported))
-        starts = [asyncio.create_task(member.start()) for member in members]
+        starts = [asyncio.create_task(supervisor.start()) for supervisor in supervisors]
         try:
             await asyncio.gather(text, *starts)
         except BaseException:
             for task in (text, *starts):
                 task.cancel()
             await asyncio.gather(text, *starts, return_exceptions=True)
+            for supervisor in supervisors:
+                await supervisor.close()
             await _close(members)
             raise
         max_model_len = min(member.ready.max_model_len for member in members)
         inputs = InputProcessor(config, text.result(), max_model_len)
         for member in members:
             member.input_processor = inputs
-        return EngineGroup(members, inputs, config.block_size)
+        return EngineGroup(members, inputs, config.block_size, supervisors)
 
     async def join(self) -> None:
         """Nothing outlives a cancelled load."""
@@ -112,7 +118,9 @@ async def _close(members: Sequence[Core]) -> None:
 
 def _engine_args(args: EngineArgs, rank: int) -> dict[str, Any]:
     """One engine's arguments as plain values. Raises `ValueError` for a class that has no name."""
-    given = {**vars(args), "data_parallel_size": 1}
+    given = {**vars(args)}
+    if not args.enable_expert_parallel:  # else it is one of so many
+        given["data_parallel_size"] = 1
     given["data_parallel_rank"] = args.data_parallel_rank + rank
     if args.logits_processors:
         given["logits_processors"] = [*map(_name_of, args.logits_processors)]
@@ -131,8 +139,11 @@ def _name_of(processor: str | type) -> str:
     return f"{processor.__module__}:{processor.__qualname__}"
 
 
-def _environments(device: str, count: int, ranks: int) -> list[dict[str, str]]:
-    """Give each engine's process `ranks` GPUs, or a share of the cores. Raises `ValueError`."""
+def _environments(
+    device: str, count: int, ranks: int, shares_experts: bool
+) -> list[dict[str, str]]:
+    """Give each engine's process `ranks` GPUs, or a share of the cores; engines that share experts
+    see all of the GPUs, their own first, as NCCL asks for. Raises `ValueError`."""
     if device == "cpu":
         threads = os.environ.get(THREADS, str(max(num_cores() // count, 1)))
         return [{THREADS: threads}] * count
@@ -147,7 +158,10 @@ def _environments(device: str, count: int, ranks: int) -> list[dict[str, str]]:
             f"data_parallel_size {count} times {ranks} GPUs for each engine is over the "
             f"{len(devices)} CUDA devices"
         )
-    return [{VISIBLE: ",".join(devices[i * ranks : (i + 1) * ranks])} for i in range(count)]
+    own = [devices[i * ranks : (i + 1) * ranks] for i in range(count)]
+    if shares_experts:
+        own = [[*each, *(name for name in devices if name not in each)] for each in own]
+    return [{VISIBLE: ",".join(each)} for each in own]
 
 
 def make_loader(

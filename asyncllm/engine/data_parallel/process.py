@@ -13,10 +13,11 @@ from typing import Any
 
 import uvloop
 
-from asyncllm.child_process import given_socket
+from asyncllm.child_process import given_socket, other_sockets
 from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.data_parallel import wire
 from asyncllm.engine.data_parallel.connection import Connection
+from asyncllm.engine.data_parallel.links import EngineLink
 from asyncllm.engine.stats import IterationStats, SchedulerStats
 from asyncllm.outputs import RequestOutput
 
@@ -82,6 +83,8 @@ class EngineServer:
         )
         try:
             self._engine = engine = AsyncLLMEngine(**given.args)
+            if given.place is not None:
+                engine.share_experts(EngineLink.of(given.place, other_sockets()))
             await engine.start()
         except Exception as error:
             self._fail(error)

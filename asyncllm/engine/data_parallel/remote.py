@@ -1,9 +1,8 @@
 """An engine in a process of its own, as the server's process sees it.
 
-The process is started here, told of requests, and watched: where it ends, or says nothing for
-`SILENCE_SECONDS`, its requests end with an error and it is started again, unless that has happened
-as often as `Restarts` allows; then the engine has failed. What observers read
-are the records that it sends for each step, a turn of the loop after its tokens.
+The process is started and told of requests here; when, and what becomes of it when it is lost, is
+for a `Supervisor` to say. What observers read are the records that it sends for each step, a turn
+of the loop after its tokens.
 """
 
 from __future__ import annotations
@@ -11,13 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncllm.engine.arrival import Submission
-from asyncllm.engine.core import Restarts
 from asyncllm.engine.data_parallel import wire
+from asyncllm.engine.data_parallel.links import EngineLink
 from asyncllm.engine.data_parallel.remote_adapters import RemoteAdapters
 from asyncllm.engine.data_parallel.remote_requests import RemoteRequests
 from asyncllm.engine.data_parallel.spawn import EngineProcess
@@ -29,9 +27,6 @@ from asyncllm.mesh_config import RankStats
 from asyncllm.worker.work_counts import WorkCounts
 
 logger = logging.getLogger("asyncllm")
-
-SILENCE_SECONDS = 8.0  # of an engine that beats each second
-CHECK_SECONDS = 0.5
 
 
 class RemoteCore:
@@ -63,64 +58,40 @@ class RemoteCore:
         self._beat: wire.Beat | None = None
         self._down: str | None = "loading"  # why it has no process that serves
         self._process: EngineProcess | None = None
-        self._restarts = Restarts()
         self._starting: asyncio.Future[None] | None = None  # until it is ready
-        self._task: asyncio.Task[None] | None = None
 
     # --- its process -------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Raises `ValueError` or `ModelLoadError` for what cannot run."""
-        await self._start_process()
-        self._down = None
-        self._task = asyncio.create_task(self._watch(), name=f"asyncllm engine {self.rank}")
+    @property
+    def process(self) -> EngineProcess:
+        """The current or last process."""
+        assert self._process is not None, f"engine {self.rank} has never been started"
+        return self._process
 
-    async def _start_process(self) -> None:
+    async def start(self, link: EngineLink | None) -> None:
+        """Start a process, wait until it is ready, and load the adapters of the last one. link: to
+        the engines that it shares experts with. Raises `ValueError` or `ModelLoadError`."""
         self._starting = asyncio.get_running_loop().create_future()
         self._process = EngineProcess(self._environment, self._received)
         try:
-            await self._process.connect()
+            await self._process.connect(() if link is None else link.sockets)
             level = logging.getLogger().getEffectiveLevel()
-            self._process.connection.send(wire.Start(dict(self._args), self.rank, level))
+            place = None if link is None else link.place
+            start = wire.Start(dict(self._args), self.rank, level, place)
+            self._process.connection.send(start)
             ends: list[asyncio.Future[Any]] = [self._starting, self._process.lost]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not self._starting.done():
                 raise EngineDeadError(f"engine {self.rank}: {self._process.lost.result()}")
             self._starting.result()
+            if self.adapters is not None:
+                await self.adapters.restore()
         except BaseException:
             await self._process.kill()
             raise
 
-    async def _watch(self) -> None:
-        """Until it has failed for good."""
-        while not self.failed.done():
-            why = await self._until_lost()
-            self._lose(why)
-            if self._restarts.may_start():
-                logger.error("engine %d: %s; it is started again", self.rank, why)
-                try:
-                    await self._restart()
-                    continue
-                except Exception as error:
-                    logger.exception("engine %d cannot be started again", self.rank)
-                    why = f"{why}; and then: {error}"
-            self._down = why
-            self.failed.set_result(why)
-
-    async def _until_lost(self) -> str:
-        assert self._process is not None
-        process = self._process
-        while True:
-            await asyncio.wait([process.lost], timeout=CHECK_SECONDS)
-            silence = time.monotonic() - process.last_heard
-            if not process.lost.done() and silence < SILENCE_SECONDS:
-                continue
-            why = process.lost.result() if process.lost.done() else f"silent for {silence:.0f} s"
-            ended = await process.kill()
-            return f"{why} ({ended})"
-
-    def _lose(self, why: str) -> None:
-        """End its requests; nothing new is placed here."""
+    def lose(self, why: str) -> None:
+        """The process is lost: end its requests, and refuse new ones."""
         self._down = f"its process was lost: {why}"
         self._stats, self._beat = SchedulerStats(), None
         self.changed(False)
@@ -128,19 +99,19 @@ class RemoteCore:
             self.adapters.lost(why)
         self._requests.lose(why)
 
-    async def _restart(self) -> None:
-        await self._start_process()
-        if self.adapters is not None:
-            await self.adapters.restore()
+    def serve(self) -> None:
+        """The process, and those of engines that share experts with it, are ready."""
         self._down = None
-        logger.warning("engine %d serves again", self.rank)
         self.changed(True)
 
+    def fail(self, why: str) -> None:
+        """Fail for good."""
+        self._down = why
+        self.failed.set_result(why)
+
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-        self._lose("it is closed")
+        """To be called after the supervisor's `close`."""
+        self.lose("it is closed")
         if self._process is not None:
             self._process.connection.send(wire.Close())
             await self._process.end()

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from asyncllm.child_process import start_child
@@ -31,11 +31,12 @@ class EngineProcess:
         self.connection = Connection(wire.FromEngine, self._hear, self.lose)
         self._process: subprocess.Popen[bytes] | None = None
 
-    async def connect(self) -> None:
-        """Start it, in this thread: it ends with the thread that started it. Raises `OSError`."""
+    async def connect(self, others: Sequence[socket.socket] = ()) -> None:
+        """Start it, in this thread: it ends with the thread that started it. others: that it is
+        given, too. Raises `OSError`."""
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = start_child(MODULE, self._environment, theirs)
+            self._process = start_child(MODULE, self._environment, theirs, *others)
         loop = asyncio.get_running_loop()
         await loop.create_unix_connection(lambda: self.connection, sock=ours)
 

@@ -75,12 +75,21 @@ class Error(msgspec.Struct, array_like=True, frozen=True, gc=False):
 # --- to the engine -------------------------------------------------------------------------------
 
 
+class Place(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """An engine's among those that share experts. port: of the store of their ranks."""
+
+    number: int
+    num_engines: int
+    port: int
+
+
 class Start(Message):
-    """`args`: fields of `EngineArgs`."""
+    """`args`: fields of `EngineArgs`. place: None where the engine shares nothing."""
 
     args: dict[str, Any]
     rank: int
     log_level: int
+    place: Place | None = None
 
 
 class Adapter(msgspec.Struct, array_like=True, frozen=True):

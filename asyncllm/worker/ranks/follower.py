@@ -27,7 +27,7 @@ from asyncllm.child_process import given_socket
 from asyncllm.config import EngineConfig
 from asyncllm.errors import LoRALoadError
 from asyncllm.frames import Frames
-from asyncllm.models.parallel.collectives import CollectiveMesh, find_store
+from asyncllm.models.parallel.collectives import CollectiveMesh, EngineStore, find_store
 from asyncllm.models.parallel.mesh import Mesh
 from asyncllm.worker.adapters import AdapterStore
 from asyncllm.worker.kernels import make_mesh
@@ -84,21 +84,27 @@ class Follower:
         return kind, *content
 
     def _start(self, message: Message) -> Worker:
-        kind, settings, rank, address, version, level = message
+        kind, settings, rank, addresses, version, level = message
         assert kind is Kind.START
         logging.basicConfig(level=level, format=f"%(levelname)s rank {rank}: %(message)s")
         if version != torch.__version__:
             raise ValueError(f"rank 0 has torch {version}, this rank {torch.__version__}")
         config = decode_config(settings, rank)
-        return Worker(config, connect=lambda: self._connect(config, *address))
+        return Worker(config, connect=lambda: self._connect(config, *addresses))
 
-    def _connect(self, config: EngineConfig, host: str, port: int) -> Mesh:
-        store = find_store(config.mesh.size, host, port)
+    def _connect(
+        self, config: EngineConfig, address: tuple[str, int], of_engines: tuple[str, int] | None
+    ) -> Mesh:
+        mesh = config.mesh
+        store, engines = find_store(mesh.size, *address), None
+        if of_engines is not None:
+            found = find_store(mesh.dp * mesh.size, *of_engines)
+            engines = EngineStore(found, of_engines)
         self._send(Kind.JOINS)
-        own = host  # on the host of rank 0, which reaches itself by it
+        own = address[0]  # on the host of rank 0, which reaches itself by it
         if self._socket.family != socket.AF_UNIX:
             own = self._socket.getsockname()[0]
-        self._mesh = make_mesh(config, store, own)
+        self._mesh = make_mesh(config, store, own, engines)
         return self._mesh
 
     def _do(self, worker: Worker, message: Message) -> None:

@@ -24,7 +24,7 @@ import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.mesh_config import RankStats
-from asyncllm.models.parallel.collectives import CollectiveMesh, open_store
+from asyncllm.models.parallel.collectives import CollectiveMesh, EngineStore, open_store
 from asyncllm.models.parallel.mesh import Mesh
 from asyncllm.worker.kernels import make_mesh
 from asyncllm.worker.packed_step import PackedStep
@@ -66,9 +66,13 @@ class WorkerGroup:
     is not `is_cancelled`. `config` is settled. Raises `OSError`, `ValueError`, `ModelLoadError`."""
 
     def __init__(
-        self, config: EngineConfig, is_cancelled: Callable[[], bool] = lambda: False
+        self,
+        config: EngineConfig,
+        is_cancelled: Callable[[], bool] = lambda: False,
+        engines: EngineStore | None = None,
     ) -> None:
-        self._config = config
+        """engines: of those that share experts."""
+        self._config, self._engines = config, engines
         self._timeout = config.distributed_timeout_seconds
         self._progress = {rank: _Progress() for rank in range(1, config.mesh.size)}
         self._ranks = find_ranks(config, is_cancelled)
@@ -92,7 +96,7 @@ class WorkerGroup:
         """The mesh, when all ranks are there. Raises `RankLostError`."""
         for progress in self._progress.values():
             progress.joins.result()
-        self._mesh = make_mesh(self._config, self._store, self._host)
+        self._mesh = make_mesh(self._config, self._store, self._host, self._engines)
         return self._mesh
 
     def wait_ready(self, num_pages: int) -> None:
@@ -201,8 +205,10 @@ class WorkerGroup:
                 sockets |= ranks.start()
             settings, version = encode_config(self._config), str(torch.__version__)
             level = logger.getEffectiveLevel()
+            engines = None if self._engines is None else self._engines.address
             for rank, ours in sockets.items():
-                ours.sendall(encode(Kind.START, settings, rank, self._address, version, level))
+                addresses = self._address, engines
+                ours.sendall(encode(Kind.START, settings, rank, addresses, version, level))
         except BaseException:
             for ours in sockets.values():
                 ours.close()

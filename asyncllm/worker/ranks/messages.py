@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from asyncllm.frames import frame
 from asyncllm.generation_config import GenerationDefaults
 from asyncllm.mesh_config import ClusterConfig, MeshConfig
 from asyncllm.model_config import ModelConfig
-from asyncllm.step_plan import StateMoves
+from asyncllm.step_plan import CommonStep, StateMoves
 from asyncllm.worker.packed_step import (
     NO_CHANGES,
     NO_EXTRAS,
@@ -55,7 +55,7 @@ WorkerCommand = ClearPages | CaptureGraph
 class Kind(enum.IntEnum):
     """The first field of a message. From rank 0:"""
 
-    START = 0  # settings, address of the store
+    START = 0  # settings; addresses of the store, and of that of all engines
     # The next have a number of their place after the kind, from 0 on without a gap.
     STEP = 1  # a `PackedStep`
     SAMPLE = 2  # the rest of a `HostStep`: whether it was sampled by masks
@@ -116,6 +116,7 @@ def step_content(step: PackedStep) -> Message:
         step.features,
         step.extras.prompt_targets,
         [(row.first_token, row.num_targets, row.num_top) for row in step.prompt_logprobs],
+        step.common,
         step.needs_host,
         step.adapters,
     )
@@ -127,15 +128,13 @@ def _columns(prefills: PrefillRows) -> tuple[np.ndarray, ...]:
 
 def decode_step(content: list[Any]) -> PackedStep:
     """The opposite of `step_content`."""
-    slots, positions, sampled, prompts, moves, changes, features, targets, logprobs, *flags = (
-        content
-    )
+    slots, positions, sampled, prompts, moves, changes, features, targets, logprobs, *rest = content
     step = PackedStep(_array(slots), _array(positions), _array(sampled))
     if prompts is not None:
         tokens, samples, *columns = map(_array, prompts)
         step = step._replace(tokens=tokens, samples=samples, prefills=PrefillRows(*columns))
     swap_out, page_copies, swap_in, *states = (tuple(map(tuple, pairs)) for pairs in moves)
-    needs_host, adapters = flags
+    common, needs_host, adapters = rest
     extras: SamplingExtras[np.ndarray] = NO_EXTRAS
     if targets is not None:
         extras = SamplingExtras(prompt_targets=_array(targets))
@@ -150,6 +149,7 @@ def decode_step(content: list[Any]) -> PackedStep:
         prompt_logprobs=tuple(PromptLogprobsRow(0, *row) for row in logprobs),
         needs_host=needs_host,
         adapters=adapters,
+        common=None if common is None else msgspec.convert(common, CommonStep),
     )
 
 
@@ -183,7 +183,7 @@ def encode_config(config: EngineConfig) -> dict[str, Any]:
             model.quantization,
             sample_model(model.path),
         ),
-        "mesh": (config.mesh.tp, config.mesh.by_expert, config.mesh.pp),
+        "mesh": astuple(replace(config.mesh, rank=0)),
     }
 
 
@@ -202,7 +202,7 @@ def sample_model(path: Path) -> str:
 
 def decode_config(sent: dict[str, Any], rank: int) -> EngineConfig:
     """As rank 0 settled it, so that all do the same. Raises `ModelLoadError`."""
-    (path, implementation, quantization, sample), (tp, by_expert, pp) = sent["model"], sent["mesh"]
+    path, implementation, quantization, sample = sent["model"]
     if sample_model(Path(path)) != sample:
         raise ModelLoadError(f"{path}: its files are not those that rank 0 has there")
     model = replace(ModelConfig.from_folder(Path(path), implementation), quantization=quantization)
@@ -213,7 +213,7 @@ def decode_config(sent: dict[str, Any], rank: int) -> EngineConfig:
     }
     return EngineConfig(
         model=model,
-        mesh=MeshConfig(tp, rank, by_expert, pp),
+        mesh=replace(MeshConfig(*sent["mesh"]), rank=rank),
         tokenizer_path=None,
         logits_processors=(),
         generation_defaults=GenerationDefaults(),
