@@ -71,7 +71,7 @@ def _gemv_kernel(
     mask = inside[:, None] & (column < K)[None, :]
     weight = tl.load(source, mask, other=0.0)
     up = weight
-    if GATED:  # else there may be one feature, a constant of Triton's
+    if GATED:  # a lone feature, never gated, is a constant without `.to`
         up_rows = out_features.to(tl.int64) * K
         up = tl.load(source + up_rows, mask, other=0.0)
     if PDL:

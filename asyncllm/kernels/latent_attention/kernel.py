@@ -25,7 +25,7 @@ DECODE_QUERIES, PREFILL_QUERIES = 16, 64  # of a program: what the registers of 
 DECODE_WARPS, PREFILL_WARPS = 4, 8
 PROGRAMS_PER_SM = 2
 MAX_SPLITS = 64  # one program merges them in one go
-MERGED_COLUMNS = 128  # of them, at most: 64 numbers to a thread
+MERGED_COLUMNS = 128  # of a program, at most: 64 numbers per thread, so that none spills
 
 
 # Where a step's rows begin in their upload differs from step to step.
@@ -106,8 +106,8 @@ def _merge(
     LATENT: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of one head of one row: its splits' outputs, weighted by their parts of the
-    softmax's sum."""
+    """Merge some columns of one head of one row: the splits' outputs, weighted by their shares of
+    the softmax's sum."""
     head = tl.program_id(0)
     row = tl.program_id(1)
     num_tiles = tl.cdiv(tl.load(lengths_ptr + row).to(tl.int32), TILE)

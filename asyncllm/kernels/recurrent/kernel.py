@@ -30,7 +30,7 @@ SCAN_CHANNELS = 16  # of a tile, at most
 DELTA_COLUMNS = 16
 CONV_CHANNELS = 128
 NUM_WARPS = 4
-# Where a step's rows begin in their upload differs from step to step: no variant for each.
+# Rows begin anywhere in a step's upload: no variants by alignment.
 ROW_POINTERS = ["slots_ptr", "indptr_ptr", "starts_ptr", "ends_ptr", "saves_ptr", "token_rows_ptr"]
 
 
