@@ -58,9 +58,9 @@ class Captured:
     def recur(self, layer: StateLayer, inputs: Recurrence) -> torch.Tensor:
         """The output of a recurrence. It is 0 for padding, so that no padding becomes NaN."""
         out = new_output(inputs).zero_()
-        kept = inputs._replace(
-            **{n: weak_alias(x) for n, x in inputs._asdict().items() if isinstance(x, torch.Tensor)}
-        )
+        fields = inputs._asdict()
+        tensors = {name: weak_alias(x) for name, x in fields.items() if isinstance(x, torch.Tensor)}
+        kept: Recurrence = type(inputs)(**fields | tensors)
         target = weak_alias(out)
 
         def launch(attend_rows: AttendRows, recur: Recur, num_tokens: int) -> None:

@@ -188,6 +188,7 @@ def _of_torch(seen: Seen, device: Device) -> Iterator[Any]:
 def _of_asyncllm() -> Iterator[Any]:
     from asyncllm.engine import core_loader
     from asyncllm.graphs import mixed_graphs, pool
+    from asyncllm.kernels import registry
     from asyncllm.kernels.declaration import CudaKernel
     from asyncllm.models import loader
     from asyncllm.worker import kernel_prewarm
@@ -208,7 +209,7 @@ def _of_asyncllm() -> Iterator[Any]:
         yield mock.patch.object(module, "weak_alias", lambda tensor: tensor)
     yield mock.patch.object(CudaKernel, "begin_loading", begin_loading)
     yield mock.patch.object(core_loader, "ThreadPoolExecutor", Inline)
-    yield mock.patch.object(kernel_prewarm.registry, "libraries", lambda start: [])
+    yield mock.patch.object(registry, "libraries", lambda start: [])
     yield mock.patch.object(kernel_prewarm, "hash_compiler", lambda: None)
     yield mock.patch.object(prewarm, "begin", begin)
     yield mock.patch.object(prewarm, "begin_last", begin)

@@ -45,7 +45,7 @@ class Variant:
 
 @dataclass
 class Seen:
-    """What happened on the fake device, and in which phase."""
+    """A record of what happens on the fake device, and in which phase."""
 
     phase: str = "start"
     variants: dict[int, Variant] = field(default_factory=dict)  # by handle
@@ -61,7 +61,7 @@ class Seen:
         self.waits[phase, f"{what} at {place()}"] += 1
 
     def problems(self) -> list[str]:
-        """What should not happen, in words."""
+        """A line for everything that should not have happened."""
         found = list(dict.fromkeys(self.errors))
         for handle, variant in self.variants.items():
             if variant.spills:

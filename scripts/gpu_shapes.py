@@ -45,7 +45,7 @@ IMPORTED = "asyncllm.worker.worker", "triton", "transformers.models.auto"  # slo
 
 
 class Shapes:
-    """All asked for, each in a process."""
+    """Runs the shapes, each in a process."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -75,7 +75,7 @@ class Shapes:
             self._report(name, status, seconds, output.read())
 
     def _wait(self, process: subprocess.Popen[str]) -> str:
-        """How it ended; whatever it has started is gone then."""
+        """Wait for a shape and return its status. Ends all processes that it started."""
         left = self._deadline - time.monotonic()
         status = "left out"
         try:
@@ -102,7 +102,7 @@ class Shapes:
 
 
 def run_child(options: argparse.Namespace) -> int:
-    """One shape, once the device is this process's."""
+    """Run one shape, as soon as the device is free for this process."""
     import shape_checks
     import shape_times
 

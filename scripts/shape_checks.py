@@ -1,7 +1,7 @@
 """The checks of gpu_shapes.py: fast paths against slow ones, on a few layers of a shape.
 
-Made-up weights have near ties everywhere: two answers agree when they are the same up to a token at
-which both wanted the other's too, within TIE.
+Random weights have near ties everywhere: two answers agree if, where they first differ, both rate
+the two tokens within TIE of each other.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BLOCKS = 60  # for all prompts and answers, which need 200 or more
 
 
 async def answer(model: Path, args: Args, times: int = 1) -> tuple[list[list[RequestOutput]], int]:
-    """All prompts at once, `times` times over one engine; and how many pages a block takes."""
+    """Answer all prompts at once, `times` times by one engine. Also returns the pages per block."""
     async with AsyncLLMEngine(str(model), **ROOMY | SETTINGS | args) as engine:
         answers = []
         for _ in range(times):
@@ -52,7 +52,7 @@ async def answer(model: Path, args: Args, times: int = 1) -> tuple[list[list[Req
 
 
 def compare(ours: list[RequestOutput], oracle: list[RequestOutput]) -> tuple[bool, str]:
-    """Whether all agree; how many are equal to the end, and the widest gap where others diverge."""
+    """Whether all agree; how many are equal, and the widest gap where the others diverge."""
     gaps = [gap_at_parting(*pair) for pair in zip(ours, oracle, strict=True)]
     diverged = [gap for gap in gaps if gap is not None]
     detail = f"{len(gaps) - len(diverged)}/{len(gaps)} equal"
@@ -62,7 +62,7 @@ def compare(ours: list[RequestOutput], oracle: list[RequestOutput]) -> tuple[boo
 
 
 def gap_at_parting(a: RequestOutput, b: RequestOutput) -> float | None:
-    """By how much, at the first token that differs, each prefers its own to the other's at most."""
+    """The most by which one prefers its own token to the other's, where they first differ."""
     x, y = a.outputs[0], b.outputs[0]
     pairs = enumerate(zip(x.token_ids, y.token_ids, strict=True))
     at, (own, other) = next(((i, pair) for i, pair in pairs if pair[0] != pair[1]), (-1, (0, 0)))

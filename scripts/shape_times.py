@@ -71,13 +71,13 @@ class Load:
 
 
 async def all_captured(engine: AsyncLLMEngine) -> None:
-    """Those graphs, too, that wait for idle moments."""
+    """Wait for the graphs that are captured in idle times."""
     while engine.startup["decode_graphs_to_follow"]:  # noqa: ASYNC110  nobody tells
         await asyncio.sleep(0.05)
 
 
 def token_ms(output: RequestOutput) -> float:
-    """Of a token after the first."""
+    """Milliseconds per token after the first."""
     metrics = output.metrics
     assert metrics is not None and metrics.first_token_time and metrics.finished_time
     seconds = metrics.finished_time - metrics.first_token_time
@@ -91,8 +91,8 @@ def first_ms(output: RequestOutput) -> float:
 
 
 async def measure(name: str, case: Case, folder: Path, options: Any) -> dict[str, Any]:
-    """A line for each load. lat1 and lat8 with the share of `tb_per_s` by the bytes that a step
-    must read."""
+    """Print a line per load; for lat1 and lat8 with the share of `tb_per_s`, by the bytes that a
+    step must read."""
     model = write_shape(case.shape, folder / name)
     args = SETTINGS | case.args
     start = time.perf_counter()
@@ -172,7 +172,7 @@ async def _profile(load: Load, name: str, rows: int) -> None:
 
 
 async def measure_memory(name: str, case: Case, folder: Path) -> dict[str, Any]:
-    """KV pages that a budget leaves at a start, without any load; what of it is held then."""
+    """Measure the KV pages that a budget leaves after a start without load, and used memory."""
     model = write_shape(case.shape, folder / name)
     total = torch.cuda.mem_get_info()[1]
     args = SETTINGS | case.args | {"gpu_memory_utilization": BUDGET_BYTES / total}

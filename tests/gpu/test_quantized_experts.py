@@ -18,7 +18,7 @@ from asyncllm.models.layers.linear_method import Weights
 from asyncllm.models.layers.torch_ops import grouped_experts
 from asyncllm.models.quantization.cpu_experts import PRODUCTS, CpuExperts
 from asyncllm.models.quantization.cuda_experts import CudaExperts
-from asyncllm.models.quantization.cuda_kernel import CudaKernel
+from asyncllm.models.quantization.cuda_kernel import CudaQuantKernel
 from asyncllm.models.quantization.mxfp4_files import SCHEME as MXFP4
 from asyncllm.models.quantization.scheme import Scheme, quantize
 
@@ -97,7 +97,7 @@ def test_equals_the_dequantised_experts(
     shape = make_shape(sizes, activation, bias=activation is CLAMPED)
     weights = make_weights(scheme, shape)
     exact = CpuExperts().dequantized(scheme, shape, weights, torch.float32)
-    kernel = CudaExperts(CudaKernel(DEVICE, DTYPE))
+    kernel = CudaExperts(CudaQuantKernel(DEVICE, DTYPE))
     kernel.prepare(scheme, shape, weights)
     again = kernel.dequantized(scheme, shape, weights, DTYPE)
     for product in PRODUCTS:
