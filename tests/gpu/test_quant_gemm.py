@@ -45,7 +45,9 @@ SCHEMES = [
     Scheme("nf4", group=64),
 ]
 # A kernel is compiled for each width, so there are few of them; chunks of codes do not divide 448.
-ROWS = [2, 17] if INTERPRETED else [2, 17, 200]
+ROWS = [2, 17] if INTERPRETED else [2, 200]
+# On a device each takes seconds to compile: what gives other code, in an odd shape.
+ODD = SCHEMES if INTERPRETED else [SCHEMES[i] for i in (0, 3, 5, 8)]
 
 
 def shape_of(scheme: Scheme, is_even: bool) -> tuple[int, int]:
@@ -75,8 +77,9 @@ def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
     return ((ours.float() - exact).norm() / exact.norm()).item()
 
 
-@pytest.mark.parametrize("is_even", [False, True])
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize(
+    ("scheme", "is_even"), [*((s, True) for s in SCHEMES), *((s, False) for s in ODD)], ids=str
+)
 def test_products(scheme: Scheme, is_even: bool) -> None:
     from asyncllm.kernels.quant_gemm.gemv import gemv
     from asyncllm.kernels.quant_gemm.matrix import block_of
