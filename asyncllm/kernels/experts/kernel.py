@@ -246,7 +246,7 @@ def experts_of(
             TOP_K=top_k, TOP_K_PADDED=triton.next_power_of_2(top_k),
             WIDTH=matrix.columns, FEATURES=target.shape[1], GROUP=matrix.group or 0,
             FORMAT=matrix.format, OFFSET=matrix.offset is not None, E8M0=matrix.is_e8m0,
-            FAST=is_fast(x.values), GATED=target is gated, STAGES=tiles.num_stages,
+            FAST=is_fast(x.values, matrix), GATED=target is gated, STAGES=tiles.num_stages,
             ACTIVATION=ACTIVATIONS[activation.name], HAS_BIAS=matrix.bias is not None,
             SQUARES=triton.next_power_of_2(num_squares) if num_squares else 0,
             SORTED=num_tokens > FEW_TOKENS, BY_EXPERT=num_experts < ids.numel(),

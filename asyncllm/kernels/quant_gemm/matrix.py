@@ -65,9 +65,9 @@ def block_of(matrix: Quantized, most: int) -> int:
     return block
 
 
-def is_fast(x: torch.Tensor) -> bool:
-    """Codes become numbers by instructions of a GPU, in bfloat16."""
-    return x.is_cuda and x.dtype == torch.bfloat16
+def is_fast(x: torch.Tensor, matrix: Quantized) -> bool:
+    """Codes become numbers by instructions of a GPU, in bfloat16, and not by a table."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and matrix.format in (INT4, FP4)
 
 
 @triton.jit

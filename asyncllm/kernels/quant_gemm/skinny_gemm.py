@@ -128,7 +128,7 @@ def skinny_gemm(
         x, matrix.weight, matrix.scale, matrix.offset, matrix.table, matrix.bias, parts,
         num_rows, features, activation.limit, activation.alpha,
         WIDTH=matrix.columns, GROUP=matrix.group or 0, FORMAT=matrix.format,
-        OFFSET=matrix.offset is not None, E8M0=matrix.is_e8m0, FAST=is_fast(x), GATED=gated,
+        OFFSET=matrix.offset is not None, E8M0=matrix.is_e8m0, FAST=is_fast(x, matrix), GATED=gated,
         ACTIVATION=ACTIVATIONS[activation.name], HAS_BIAS=matrix.bias is not None,
         SPLITS=tiles.splits, ROWS=tiles.rows, TILE=tiles.features, BLOCK=tiles.block,
         STAGES=tiles.num_stages, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **flags,
