@@ -50,6 +50,11 @@ class CpuExperts:
             out.index_add_(0, token, sums.float() * routed.gates[token, place].unsqueeze(1))
         return out.to(values.dtype)
 
+    def dequantized(
+        self, scheme: Scheme, shape: ExpertsShape, weights: Weights, dtype: torch.dtype
+    ) -> ExpertWeights:
+        return dequantized(scheme, shape, weights, dtype)
+
 
 def _expert(weights: Weights, product: str, shape: ExpertsShape, expert: int) -> Weights:
     """An expert's part of a product, as weights of a linear layer."""
@@ -71,7 +76,8 @@ def dequantized(
     def matrix(product: str, columns: int) -> torch.Tensor:
         form = [weights.get(f"{product}.{field}") for field in ("weight", "scale", "offset")]
         assert form[0] is not None and form[1] is not None
-        made = dequantize(scheme, form[0], form[1], form[2])[:, :columns]
+        own = form[0][:, : columns * scheme.bits // 8]  # without the columns that are added
+        made = dequantize(scheme, own, form[1], form[2])
         return made.to(dtype).unflatten(0, (shape.num_experts, -1)).contiguous()
 
     biases = [weights.get(f"{product}.bias") for product in PRODUCTS]

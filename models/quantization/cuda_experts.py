@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 
 from asyncllm.kernels.experts.kernel import WIDTH_MULTIPLE, experts_of
-from asyncllm.kernels.quant_gemm.matrix import Quantized
+from asyncllm.kernels.quant_gemm.matrix import Quantized, dequantize
 from asyncllm.kernels.quant_gemm.words import CHUNK
 from asyncllm.models.layers.experts_method import ExpertsShape
 from asyncllm.models.layers.linear_method import Weights
-from asyncllm.models.layers.ops import Normed, Routed
+from asyncllm.models.layers.ops import ExpertWeights, Normed, Routed
 from asyncllm.models.layers.torch_ops import grouped_experts
 from asyncllm.models.quantization.cpu_experts import PRODUCTS, dequantized
 from asyncllm.models.quantization.cuda_kernel import CudaQuantKernel, takes_groups
@@ -33,11 +33,24 @@ class CudaExperts:
         self, scheme: Scheme, shape: ExpertsShape, weights: Weights, x: Normed, routed: Routed
     ) -> torch.Tensor:
         if not _takes(scheme, shape):
-            all_experts = dequantized(scheme, shape, weights, x.values.dtype)
+            all_experts = self.dequantized(scheme, shape, weights, x.values.dtype)
             return grouped_experts(x.whole(), all_experts, routed)
         gate_up = self._matrix(scheme, weights, "gate_up", shape.hidden_size)
         down = self._matrix(scheme, weights, "down", shape.size)
         return experts_of(x, gate_up, down, shape.num_experts, shape.activation, routed)
+
+    def dequantized(
+        self, scheme: Scheme, shape: ExpertsShape, weights: Weights, dtype: torch.dtype
+    ) -> ExpertWeights:
+        if not _takes(scheme, shape):
+            return dequantized(scheme, shape, weights, dtype)
+        made, biases = [], []
+        for product, columns in zip(PRODUCTS, (shape.hidden_size, shape.size), strict=True):
+            matrix = self._matrix(scheme, weights, product, columns)  # may be in words by now
+            made.append(dequantize(matrix, dtype).unflatten(0, (shape.num_experts, -1)))
+            bias = matrix.bias
+            biases.append(None if bias is None else bias.view(shape.num_experts, -1))
+        return ExpertWeights(*made, *biases, shape.activation)
 
     def _matrix(self, scheme: Scheme, weights: Weights, product: str, columns: int) -> Quantized:
         matrix = self._kernel.matrix(scheme, _form(weights, product))

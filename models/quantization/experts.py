@@ -24,7 +24,7 @@ from asyncllm.models.layers.experts_method import ExpertsShape, ExpertsShare
 from asyncllm.models.layers.linear_method import Weights
 from asyncllm.models.layers.ops import ExpertAdapters, ExpertWeights, Normed, Routed
 from asyncllm.models.layers.torch_ops import grouped_experts
-from asyncllm.models.quantization.cpu_experts import PRODUCTS, dequantized
+from asyncllm.models.quantization.cpu_experts import PRODUCTS
 from asyncllm.models.quantization.method import (
     Reader,
     Source,
@@ -53,6 +53,12 @@ class ExpertsKernel(Protocol):
         self, scheme: Scheme, shape: ExpertsShape, weights: Weights, x: Normed, routed: Routed
     ) -> torch.Tensor:
         """As `Ops.experts`."""
+        ...
+
+    def dequantized(
+        self, scheme: Scheme, shape: ExpertsShape, weights: Weights, dtype: torch.dtype
+    ) -> ExpertWeights:
+        """All experts in the model's dtype, from weights as `prepare` has left them."""
         ...
 
 
@@ -287,6 +293,6 @@ class QuantizedExpertsMethod:
         adapters: ExpertAdapters | None,
     ) -> torch.Tensor:
         if adapters is not None:  # they apply between the two GEMMs
-            all_experts = dequantized(self.scheme, shape, weights, x.values.dtype)
+            all_experts = self.kernel.dequantized(self.scheme, shape, weights, x.values.dtype)
             return grouped_experts(x.whole(), all_experts, routed, adapters)
         return self.kernel.apply(self.scheme, shape, weights, x, routed)
