@@ -351,8 +351,9 @@ class EngineCore:
         await self._run()
 
     async def _adopt(self, worker: Worker) -> None:
-        """Switch to a new worker, with empty pages, and load the same adapters. Raises `ValueError`
-        if its context window is smaller than the one that clients know."""
+        """Switch to a new worker, with empty pages, and load the same adapters, but those whose
+        files are no longer there. Raises `ValueError` if its context window is smaller than the one
+        that clients know."""
         self.worker = self.steps.worker = worker
         self.work, self._closing = worker.work, None
         if worker.memory.max_model_len < self.input_processor.max_model_len:
@@ -363,7 +364,10 @@ class EngineCore:
         if self.adapters is not None and worker.adapters is not None:
             before, self.adapters = self.adapters, AdapterManager(worker.adapters)
             for request in before.requests:
-                await self.adapters.add(request)
+                try:
+                    await self.adapters.add(request)
+                except LoRALoadError as error:  # of one adapter: the engine serves without it
+                    logger.error("adapter %s is not loaded again: %s", request.lora_name, error)
         self._watch_ranks()
 
     def _close_worker(self) -> asyncio.Task[None]:
