@@ -12,19 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import time
 from collections.abc import Awaitable, Callable
-from functools import partial
-from itertools import islice
 from typing import Any
 
 from asyncllm.config import EngineConfig
-from asyncllm.engine.adapter import Adapter
 from asyncllm.engine.adapters import AdapterManager
+from asyncllm.engine.admission import Admission
 from asyncllm.engine.arrival import Submission
-from asyncllm.engine.beam_search import BeamSearchClient
-from asyncllm.engine.block_manager import BlockManager
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.core import Replica, Restarts
 from asyncllm.engine.data_parallel.peers import Peers, SharedAdapterStore
@@ -33,18 +27,15 @@ from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.engine.lockstep_pipeline import run_ahead_in_lockstep, run_synchronous_in_lockstep
 from asyncllm.engine.lockstep_steps import LockstepEngineSteps
-from asyncllm.engine.output_state import Sink, TextSink
+from asyncllm.engine.new_scheduler import new_scheduler
 from asyncllm.engine.pipeline import run_ahead, run_staged, run_synchronous
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.scheduler import Scheduler
-from asyncllm.engine.state_pool import StatePool
 from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
 from asyncllm.engine.watchdog import Watchdog
-from asyncllm.errors import EngineDeadError, InvalidRequestError, LoRALoadError, QueueFullError
+from asyncllm.errors import EngineDeadError, LoRALoadError
 from asyncllm.host import in_own_thread
-from asyncllm.lora import LoRARequest
 from asyncllm.mesh_config import RankStats
-from asyncllm.types import Request
 from asyncllm.worker.ranks.group import RankLostError
 from asyncllm.worker.worker import Worker
 
@@ -89,12 +80,6 @@ class EngineCore:
             lambda: str(self.live.scheduler.stats()),
         )
         self._peers = peers
-        self.adapters = None
-        if worker.adapters is not None:
-            store = worker.adapters
-            self.adapters = AdapterManager(
-                store if peers is None else SharedAdapterStore(store, peers)
-            )
         parts = worker, self.live, self.watchdog, recorder, stat_loggers
         later = [input_processor.grammars.prepare] * 2
         if peers is None:
@@ -103,6 +88,11 @@ class EngineCore:
             patience = config.distributed_timeout_seconds
             self.steps = LockstepEngineSteps(peers.lockstep, patience, *parts, later=later)
         self.dead: str | None = None  # why no request is served, for good or until a restart
+        self.admission = Admission(
+            *(config, input_processor, self.live, self.steps, lambda: self.dead),
+            self._new_adapters(worker),
+            worker.processors,
+        )
         self.changed: Callable[[bool], object] = lambda is_up: None  # called at a restart
         self._reload, self._restarts = reload, Restarts()
         self._closing: asyncio.Task[None] | None = None  # closes the worker
@@ -113,84 +103,20 @@ class EngineCore:
     # --- requests ----------------------------------------------------------------------------
 
     async def submit(self, given: Submission) -> None:
-        """Validate, tokenise and queue a request, unless it is aborted meanwhile. A refused request
-        holds nothing. Raises `InvalidRequestError`, `QueueFullError`, `EngineDeadError`."""
-        request_id = given.arrival.request_id
-        self._check_open(request_id)
-        request = await self.input_processor.process(
-            request_id,
-            given.prompt,
-            given.params or self.input_processor.default_params({}),
-            time.monotonic(),
-            given.priority,
-            given.cache_salt,
-        )
-        adapter, receive = None, given.sink
-        if given.lora_request is not None:
-            adapter = await self._acquire_adapter(request, given.lora_request, adds=given.adds_lora)
-            request.use_adapter(adapter.slot, adapter.content)
-            receive = self.lora.releasing(adapter, given.sink)
-        try:
-            if not given.arrival.is_aborted:
-                self._check_open(request_id, len(request.prompt_token_ids))  # may have changed
-                self.add(request, receive, given.text_sink)
-                adapter = None  # the request's end releases it
-        finally:
-            if adapter is not None:
-                self.lora.release(adapter)
-
-    def _check_open(self, request_id: str, num_tokens: int = 0) -> None:
-        """Raises `EngineDeadError`, `QueueFullError`."""
-        if self.dead is not None:
-            raise EngineDeadError(self.dead)
-        self.live.check_room(request_id, num_tokens)
-
-    def add(self, request: Request, sink: Sink, text_sink: TextSink | None) -> None:
-        """Raises `InvalidRequestError`, also if a request with this id is live."""
-        params = request.sampling_params
-        if self._config.logits_processors:
-            request.batch_processors = self.worker.processors.needed_by(params)
-        if params.use_beam_search:
-            seq_ids = list(islice(self.input_processor.seq_ids, params.num_sequences))
-            record = partial(self.steps.record, None)
-            search = BeamSearchClient(request, seq_ids, self.live, sink, record)
-            self.live.add(request, search.receive, None)
-            search.ask()
-        else:
-            self.live.add(request, sink, text_sink)
-        self.steps.wake()
+        """See `Admission.submit`."""
+        await self.admission.submit(given)
 
     def abort(self, request_id: str, cause: AbortCause) -> None:
         if self.live.abort(request_id, cause):
             self.steps.record(None)
 
-    async def _acquire_adapter(
-        self, request: Request, wanted: LoRARequest, *, adds: bool
-    ) -> Adapter:
-        """Load an adapter into a device slot, until it is released. adds: register it if unknown.
-
-        A request that waits for a slot is counted, and times out, as if it waited for its first
-        step. Raises `InvalidRequestError`, `QueueFullError`.
-        """
-        limit = self._config.max_queue_seconds
-        try:
-            with self.live.waiting(request):
-                async with asyncio.timeout(limit if limit < math.inf else None):
-                    return await self.lora.acquire(wanted, adds=adds)
-        except TimeoutError:
-            raise QueueFullError(
-                f"request {request.request_id}: waited for a slot of its adapter over "
-                f"max_queue_seconds ({limit:g})"
-            ) from None
-        except LoRALoadError as error:
-            raise InvalidRequestError(str(error), "lora_request") from error
-
     @property
     def lora(self) -> AdapterManager:
-        """Raises `InvalidRequestError` where the engine serves no adapters."""
-        if self.adapters is None:
-            raise InvalidRequestError("this engine was started without enable_lora", "lora_request")
-        return self.adapters
+        return self.admission.lora
+
+    @property
+    def adapters(self) -> AdapterManager | None:
+        return self.admission.adapters
 
     # --- views -------------------------------------------------------------------------------
 
@@ -355,6 +281,7 @@ class EngineCore:
         files are no longer there. Raises `ValueError` if its context window is smaller than the one
         that clients know."""
         self.worker = self.steps.worker = worker
+        self.admission.processors = worker.processors
         self.work, self._closing = worker.work, None
         if worker.memory.max_model_len < self.input_processor.max_model_len:
             raise ValueError(f"its max_model_len is {worker.memory.max_model_len}")
@@ -362,10 +289,10 @@ class EngineCore:
         scheduler = self._new_scheduler(self.live.scheduler.stats())
         self.live.restart(scheduler, "the ranks were started again", keep_queued=False)
         if self.adapters is not None and worker.adapters is not None:
-            before, self.adapters = self.adapters, AdapterManager(worker.adapters)
+            before, self.admission.adapters = self.adapters, self._new_adapters(worker)
             for request in before.requests:
                 try:
-                    await self.adapters.add(request)
+                    await self.lora.add(request)
                 except LoRALoadError as error:  # of one adapter: the engine serves without it
                     logger.error("adapter %s is not loaded again: %s", request.lora_name, error)
         self._watch_ranks()
@@ -376,29 +303,17 @@ class EngineCore:
             self._closing = asyncio.create_task(in_own_thread(self.worker.close))
         return self._closing
 
+    def _new_adapters(self, worker: Worker) -> AdapterManager | None:
+        store = worker.adapters
+        if store is None:
+            return None
+        peers = self._peers
+        return AdapterManager(store if peers is None else SharedAdapterStore(store, peers))
+
     def _new_scheduler(self, totals: SchedulerStats) -> Scheduler:
-        config, memory, states = self._config, self.worker.memory, None
-        if memory.has_states:
-            states = StatePool(config.num_slots, memory.num_snapshots, memory.num_host_states)
-        blocks = BlockManager(
-            memory.num_pages,
-            config.block_size,
-            memory.num_host_pages,
-            config.enable_prefix_caching,
-            memory.groups,
-            states,
-        )
-        return Scheduler(
-            blocks,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            chunk_policy=self.chunk_policy,
-            policy=config.scheduling_policy,
-            preemption_mode=config.preemption_mode,
-            swap_cost=self.worker.swap_cost,
-            totals=totals,
-            num_sets=config.mesh.pp if config.async_scheduling else 1,
-        )
+        worker = self.worker
+        memory, swap_cost = worker.memory, worker.swap_cost
+        return new_scheduler(self._config, memory, self.chunk_policy, swap_cost, totals)
 
     async def close(self) -> None:
         self.dead = "the engine is closed"
