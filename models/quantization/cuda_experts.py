@@ -44,13 +44,17 @@ class CudaExperts:
     ) -> ExpertWeights:
         if not _takes(scheme, shape):
             return dequantized(scheme, shape, weights, dtype)
-        made, biases = [], []
-        for product, columns in zip(PRODUCTS, (shape.hidden_size, shape.size), strict=True):
-            matrix = self._matrix(scheme, weights, product, columns)  # may be in words by now
-            made.append(dequantize(matrix, dtype).unflatten(0, (shape.num_experts, -1)))
-            bias = matrix.bias
-            biases.append(None if bias is None else bias.view(shape.num_experts, -1))
-        return ExpertWeights(*made, *biases, shape.activation)
+        columns = zip(PRODUCTS, (shape.hidden_size, shape.size), strict=True)
+        # They may be in words by now.
+        gate_up, down = (self._matrix(scheme, weights, *each) for each in columns)
+        num = shape.num_experts
+        return ExpertWeights(
+            dequantize(gate_up, dtype).unflatten(0, (num, -1)),
+            dequantize(down, dtype).unflatten(0, (num, -1)),
+            None if gate_up.bias is None else gate_up.bias.view(num, -1),
+            None if down.bias is None else down.bias.view(num, -1),
+            shape.activation,
+        )
 
     def _matrix(self, scheme: Scheme, weights: Weights, product: str, columns: int) -> Quantized:
         matrix = self._kernel.matrix(scheme, _form(weights, product))
