@@ -38,6 +38,17 @@ def num_tokens(inputs: Recurrence) -> int:
     return len(inputs.v if isinstance(inputs, DeltaRule) else inputs.x)
 
 
+def new_output(inputs: Recurrence) -> torch.Tensor:
+    """The uninitialised output of a recurrence, as `Recur` returns it."""
+    match inputs:
+        case Convolution(x):
+            return torch.empty_like(x, memory_format=torch.contiguous_format)
+        case SelectiveScan(x):
+            return torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        case DeltaRule(v=v):
+            return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+
 def step(inputs: Recurrence, state: torch.Tensor) -> Moved:
     """Token i advances state[i]: [T, *state_shape]."""
     match inputs:

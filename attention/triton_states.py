@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from asyncllm.attention.base import PrefillRows
-from asyncllm.attention.recurrence import tokens_of
+from asyncllm.attention.recurrence import new_output, tokens_of
 from asyncllm.attention.state_cache import StateCache, pieces_of
 from asyncllm.kernels.recurrent import kernel
 from asyncllm.kernels.recurrent.kernel import Rows
@@ -23,7 +23,7 @@ class TritonStates:
         rows = Rows(slots)
 
         def recur(layer: StateLayer, inputs: Recurrence) -> torch.Tensor:
-            out = kernel.new_output(inputs)
+            out = new_output(inputs)
             kernel.recur(inputs, self.cache.layers[layer.index], rows, out)
             return out
 
@@ -34,7 +34,7 @@ class TritonStates:
         prompts = _rows_of(prefills, decode_slots.device)
 
         def recur(layer: StateLayer, inputs: Recurrence) -> torch.Tensor:
-            out, states = kernel.new_output(inputs), self.cache.layers[layer.index]
+            out, states = new_output(inputs), self.cache.layers[layer.index]
             kernel.recur(inputs, states, decodes, out)
             behind = tokens_of(inputs, slice(num_decodes, None))
             kernel.recur(behind, states, prompts, out[num_decodes:])

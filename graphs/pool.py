@@ -120,27 +120,28 @@ def _no_collection() -> Iterator[None]:
 
 
 class _CudaArray:
-    """A tensor's memory by CUDA's array interface, of which torch makes a tensor that does not own
-    it. As bytes, because the interface has no bfloat16."""
+    """A tensor's memory, from its first to its last element, by CUDA's array interface, of which
+    torch makes a tensor that does not own it. As bytes, because the interface has no bfloat16."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        num_bytes = (last + 1) * tensor.itemsize if tensor.numel() else 0
         self.__cuda_array_interface__ = {
             "version": 3,
-            "shape": (tensor.nbytes,),
+            "shape": (num_bytes,),
             "typestr": "|u1",
             "data": (tensor.data_ptr(), False),
         }
 
 
 def weak_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with the same contiguous memory that does not own it; on a CPU `tensor` itself.
+    """A tensor with the same memory that does not own it; on a CPU `tensor` itself.
 
     So the pool may give the memory of a graph's outputs to later captures, although the outputs can
     still be read after a replay. The graph keeps the pool alive, and the pool the memory.
     """
     if not tensor.is_cuda:
         return tensor
-    assert tensor.is_contiguous()
     memory = torch.as_tensor(_CudaArray(tensor), device=tensor.device)
     assert memory.data_ptr() == tensor.data_ptr(), "torch copied the tensor"
-    return memory.view(tensor.dtype).view(tensor.shape)
+    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())

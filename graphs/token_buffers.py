@@ -80,8 +80,8 @@ def forward(
     return model.forward(inputs, StepMixer(attend, recur))
 
 
-# (tokens, attention to call after each layer's write, whether tokens have adapters): writes hidden
-# states to the buffer of captured steps
-Forward = Callable[[TokenBuffers, AttendRows, bool], object]
+# (tokens, attention to call after each layer's write, whether tokens have adapters, recurrences):
+# writes hidden states to the buffer of captured steps
+Forward = Callable[[TokenBuffers, AttendRows, bool, Recur], object]
 # (tokens, positions of decodes int32 [decodes], prefills) -> attention of rows from the host
 BindAttention = Callable[[TokenBuffers, np.ndarray, PrefillRows], AttendRows]

@@ -1,11 +1,13 @@
-"""Published shapes of models as config.json's, what a step of each must read, and a cut of each."""
+"""Published shapes of models as config.json's, cuts of them, and what a step of each must read."""
 
 from __future__ import annotations
 
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from asyncllm.config import EngineArgs
 from asyncllm.models.base import CausalLM
@@ -230,27 +232,53 @@ def write_shape(shape: Config, folder: Path) -> Path:
     return folder
 
 
-def bytes_of_step(folder: Path, rows: int, context: int) -> float:
-    """As `step_bytes`, of the model that a folder's config.json describes."""
-    args = EngineArgs(str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16")
-    config, model = settle(args.create_engine_config())
-    return step_bytes(model, config.model.hf_config, rows, context)
+class Case(NamedTuple):
+    """A shape, and the engine's arguments beside those that all cases have."""
+
+    shape: Config
+    args: dict[str, Any]
 
 
-def step_bytes(model: CausalLM, hf: Any, rows: int, context: int) -> float:
+_FP8_KV = {"kv_cache_dtype": "fp8_e4m3"}
+CASES: dict[str, Case] = {name: Case(shape, {}) for name, shape in SHAPES.items()}
+CASES |= {
+    f"llama-3.1-8b-{name}": Case(SHAPES["llama-3.1-8b"], args)
+    for name, args in {
+        "fp8": {"quantization": "fp8"},
+        "int8": {"quantization": "int8"},
+        "int4": {"quantization": "int4"},
+        "kv8": _FP8_KV,
+        "fp8-kv8": {"quantization": "fp8"} | _FP8_KV,
+        "int8-kv8": {"quantization": "int8"} | _FP8_KV,
+        "int4-kv8": {"quantization": "int4"} | _FP8_KV,
+        "transformers": {"model_impl": "transformers"},
+    }.items()
+}
+
+
+def bytes_of_step(args: EngineArgs, rows: int, context: int) -> float:
     """Bytes that a decode step of `rows` rows must read: weights once, of the experts those that
     random tokens touch, all rows' keys, values and states. The embedding is read by rows."""
+    config, model = settle(args.create_engine_config())
+    page_bytes = getattr(torch, config.kv_cache_dtype).itemsize
+    return step_bytes(model, config.model.hf_config, rows, context, page_bytes)
+
+
+def step_bytes(model: CausalLM, hf: Any, rows: int, context: int, kv_itemsize: int = 2) -> float:
+    """As `bytes_of_step`, of a model without memory."""
     names = "num_experts", "num_local_experts", "n_routed_experts"
     num_experts = next((n for name in names if (n := getattr(hf, name, None))), 1)
     untouched = (1 - getattr(hf, "num_experts_per_tok", 1) / num_experts) ** rows
     total = 0.0
     for load in model.loads():
-        share = 1 - untouched if ".experts." in load.name else 1.0
+        is_stacked = load.view.dim() == 3 and len(load.view) == num_experts
+        share = 1 - untouched if is_stacked or ".experts." in load.name else 1.0
         is_lookup = "embed_tokens" in load.name and not hf.tie_word_embeddings
         total += 0.0 if is_lookup else share * load.num_bytes
     window_tokens = [min(context, layer.window or context) for layer in model.attention_layers]
     for layer, tokens in zip(model.attention_layers, window_tokens, strict=True):
-        total += rows * tokens * 2 * layer.num_kv_heads * layer.head_dim * 2
+        parts = 2 if layer.latent_dim is None else 1  # keys and values, or a latent for both
+        total += rows * tokens * parts * layer.num_kv_heads * layer.head_dim * kv_itemsize
     for state in model.state_layers:  # read, and written again
         total += 2 * rows * math.prod(state.shape) * state.dtype.itemsize
     return total

@@ -17,17 +17,11 @@ from asyncllm.attention.base import AttentionLayer, RotatedHeads, Rotation, Step
 from asyncllm.attention.cache_spec import CacheLayout
 from asyncllm.attention.host_pages import HostPages
 from asyncllm.attention.kv_cache import KVCache, KVScales
+from asyncllm.attention.recurrence import new_output
 from asyncllm.attention.state_cache import StateCache, StateLayout
 from asyncllm.cache_group import CacheGroup, num_blocks_that_fit, num_pages_for
 from asyncllm.config import GIB, EngineConfig
 from asyncllm.host import memory_bytes
-from asyncllm.kernels.recurrent.records import (
-    Convolution,
-    DeltaRule,
-    Recurrence,
-    SelectiveScan,
-    StateLayer,
-)
 from asyncllm.models.base import CausalLM, TokenInputs
 from asyncllm.models.kv_scales import measured_scales, stored_scales
 from asyncllm.models.parallel.mesh import Mesh
@@ -77,7 +71,7 @@ def forward_without_attention(
     """Run a step without attention. The hidden states [num_tokens, hidden_size] are meaningless."""
     tokens = torch.zeros(num_tokens, dtype=torch.int32, device=device)
     prompt_lens = tokens + 1 if model.uses_prompt_lens else None
-    mixer = StepMixer(_no_attention, _no_moving)
+    mixer = StepMixer(_no_attention, lambda layer, inputs: new_output(inputs).zero_())
     return model.forward(TokenInputs(tokens, tokens, prompt_lens), mixer)
 
 
@@ -86,16 +80,6 @@ def _no_attention(
 ) -> torch.Tensor:
     tokens = qkv.q if isinstance(qkv, RotatedHeads) else qkv
     return tokens.new_zeros((len(tokens), layer.num_heads * layer.head_dim))
-
-
-def _no_moving(layer: StateLayer, inputs: Recurrence) -> torch.Tensor:
-    match inputs:
-        case Convolution(x):
-            return torch.zeros_like(x)
-        case SelectiveScan(x):
-            return torch.zeros_like(x, dtype=torch.float32)
-        case DeltaRule(v=v):
-            return torch.zeros_like(v)
 
 
 def plan_snapshots(config: EngineConfig, states: StateLayout, room: int) -> int:

@@ -71,16 +71,17 @@ class MixedStep:
         buffers = TokenBuffers(*arrays, zeros.q, zeros.out)
 
         def forward_to_buffer(
-            tokens: TokenBuffers, attend_rows: AttendRows, adapters: bool
+            tokens: TokenBuffers, attend_rows: AttendRows, adapters: bool, recur: Recur
         ) -> None:
-            output = self._forward(tokens, attend_rows, adapters)
+            output = self._forward(tokens, attend_rows, adapters, recur)
             hidden[: len(output)].copy_(output)
 
         variants = (False,) if self.lora is None else (True, False)
+        is_recurrent = self.states is not None  # states need rows from the host
         self.graphs = MixedGraphs(
-            self.model.attention_layers,
-            self.attention.step_attention(len(inputs.token_ids)),
+            None if is_recurrent else self.attention.step_attention(len(inputs.token_ids)),
             self._bind_attention,
+            self._bind_states if is_recurrent else None,
             inputs.launch_changes,
             self._read_decodes,
             most_decodes,
@@ -95,7 +96,7 @@ class MixedStep:
         """The captured shape that a step is padded to; None: it runs eagerly."""
         if step.common is not None:
             return step.common.shape if step.common.in_graph else None
-        if self.graphs is None or self.states is not None:  # states need rows from the host
+        if self.graphs is None:
             return None
         return self.graphs.fitting(len(step.decode_slots), step.prefills, step.adapters)
 
@@ -120,8 +121,7 @@ class MixedStep:
         attend_rows = self._bind_attention(tokens, step.decode_positions, step.prefills)
         recur: Recur = no_recurrence
         if self.states is not None:
-            slots = self.inputs.decode_slots[: len(step.decode_slots)]
-            recur = self.states.mixed(slots, step.prefills)
+            recur = self._bind_states(len(step.decode_slots), step.prefills)
         return self._forward(tokens, attend_rows, step.adapters, recur)
 
     def logits(
@@ -182,7 +182,7 @@ class MixedStep:
         adapters: bool,
         recur: Recur = no_recurrence,
     ) -> torch.Tensor:
-        """Hidden states [tokens, hidden_size]. Capturable, unless layers are recurrent."""
+        """Hidden states [tokens, hidden_size]. Capturable."""
         state, slots = self.state, tokens.slots
         if self.lora is not None:
             self.lora.select(state.adapters[slots] if adapters else None)
@@ -209,6 +209,11 @@ class MixedStep:
             max_len = int(decode_positions.max()) + 1
             decodes = replace(self._read_decodes(num_decodes, tokens), max_len=max_len)
         return self.attention.mixed(decodes, prefills, tokens.q, tokens.out)
+
+    def _bind_states(self, num_decodes: int, prefills: PrefillRows) -> Recur:
+        """Recurrences of a step whose rows come from the host."""
+        assert self.states is not None
+        return self.states.mixed(self.inputs.decode_slots[:num_decodes], prefills)
 
     def _zeros(self, num_tokens: int) -> TokenBuffers:
         layers, device = self.model.attention_layers, self.inputs.token_ids.device

@@ -96,7 +96,7 @@ class StepCaptures:
         """Capture mixed steps: forward passes by number of tokens, sampling by number of rows."""
         config, runner = self._config, self._runner
         sizes, most_rows = config.prefill_graph_sizes, config.cuda_graph_sizes[-1]
-        if not sizes or runner.mixed.states is not None:  # states need rows from the host
+        if not sizes:
             return
         device, dtype = runner.inputs.token_ids.device, runner.mixed.dtype
         # The size that the LM head takes: a model's layers may use another one.

@@ -38,7 +38,7 @@ class CpuExperts:
     ) -> torch.Tensor:
         values = x.whole()
         if values.is_cuda:
-            all_experts = dequantized(scheme, shape, weights, values.dtype)
+            all_experts = self.dequantized(scheme, shape, weights, values.dtype)
             return grouped_experts(values, all_experts, routed)
         out = torch.zeros(values.shape, dtype=torch.float32)
         for expert in routed.ids.unique().tolist():
@@ -53,7 +53,13 @@ class CpuExperts:
     def dequantized(
         self, scheme: Scheme, shape: ExpertsShape, weights: Weights, dtype: torch.dtype
     ) -> ExpertWeights:
-        return dequantized(scheme, shape, weights, dtype)
+        def matrix(product: str, columns: int) -> torch.Tensor:
+            codes = weights[f"{product}.weight"][:, : columns * scheme.bits // 8]
+            scale, offset = weights[f"{product}.scale"], weights.get(f"{product}.offset")
+            return dequantize(scheme, codes, scale, offset).to(dtype)
+
+        gate_up, down = matrix("gate_up", shape.hidden_size), matrix("down", shape.size)
+        return experts_of_matrices(shape, weights, gate_up, down)
 
 
 def _expert(weights: Weights, product: str, shape: ExpertsShape, expert: int) -> Weights:
@@ -68,26 +74,18 @@ def _expert(weights: Weights, product: str, shape: ExpertsShape, expert: int) ->
     return found
 
 
-def dequantized(
-    scheme: Scheme, shape: ExpertsShape, weights: Weights, dtype: torch.dtype
+def experts_of_matrices(
+    shape: ExpertsShape, weights: Weights, gate_up: torch.Tensor, down: torch.Tensor
 ) -> ExpertWeights:
-    """All experts in the model's dtype."""
+    """gate_up, down: the rows of all experts, as weights are stored."""
 
-    def matrix(product: str, columns: int) -> torch.Tensor:
-        form = [weights.get(f"{product}.{field}") for field in ("weight", "scale", "offset")]
-        assert form[0] is not None and form[1] is not None
-        own = form[0][:, : columns * scheme.bits // 8]  # without the columns that are added
-        made = dequantize(scheme, own, form[1], form[2])
-        return made.to(dtype).unflatten(0, (shape.num_experts, -1)).contiguous()
+    def matrix(rows: torch.Tensor) -> torch.Tensor:
+        return rows.unflatten(0, (shape.num_experts, -1)).contiguous()
 
-    biases = [weights.get(f"{product}.bias") for product in PRODUCTS]
-    gate_up_bias, down_bias = (
-        None if bias is None else bias.view(shape.num_experts, -1) for bias in biases
-    )
+    def bias(product: str) -> torch.Tensor | None:
+        rows = weights.get(f"{product}.bias")
+        return None if rows is None else rows.view(shape.num_experts, -1)
+
     return ExpertWeights(
-        matrix("gate_up", shape.hidden_size),
-        matrix("down", shape.size),
-        gate_up_bias,
-        down_bias,
-        shape.activation,
+        matrix(gate_up), matrix(down), bias("gate_up"), bias("down"), shape.activation
     )

@@ -13,7 +13,7 @@ from asyncllm.models.layers.experts_method import ExpertsShape
 from asyncllm.models.layers.linear_method import Weights
 from asyncllm.models.layers.ops import ExpertWeights, Normed, Routed
 from asyncllm.models.layers.torch_ops import grouped_experts
-from asyncllm.models.quantization.cpu_experts import PRODUCTS, dequantized
+from asyncllm.models.quantization.cpu_experts import PRODUCTS, CpuExperts, experts_of_matrices
 from asyncllm.models.quantization.cuda_kernel import CudaQuantKernel, takes_groups
 from asyncllm.models.quantization.scheme import Scheme
 
@@ -23,6 +23,7 @@ class CudaExperts:
 
     def __init__(self, kernel: CudaQuantKernel) -> None:
         self._kernel = kernel
+        self._by_torch = CpuExperts()  # for weights that the kernel does not support
 
     def prepare(self, scheme: Scheme, shape: ExpertsShape, weights: Weights) -> None:
         if _takes(scheme, shape):
@@ -33,28 +34,24 @@ class CudaExperts:
         self, scheme: Scheme, shape: ExpertsShape, weights: Weights, x: Normed, routed: Routed
     ) -> torch.Tensor:
         if not _takes(scheme, shape):
-            all_experts = self.dequantized(scheme, shape, weights, x.values.dtype)
+            all_experts = self._by_torch.dequantized(scheme, shape, weights, x.values.dtype)
             return grouped_experts(x.whole(), all_experts, routed)
-        gate_up = self._matrix(scheme, weights, "gate_up", shape.hidden_size)
-        down = self._matrix(scheme, weights, "down", shape.size)
-        return experts_of(x, gate_up, down, shape.num_experts, shape.activation, routed)
+        matrices = self._matrices(scheme, shape, weights)
+        return experts_of(x, *matrices, shape.num_experts, shape.activation, routed)
 
     def dequantized(
         self, scheme: Scheme, shape: ExpertsShape, weights: Weights, dtype: torch.dtype
     ) -> ExpertWeights:
         if not _takes(scheme, shape):
-            return dequantized(scheme, shape, weights, dtype)
-        columns = zip(PRODUCTS, (shape.hidden_size, shape.size), strict=True)
-        # They may be in words by now.
-        gate_up, down = (self._matrix(scheme, weights, *each) for each in columns)
-        num = shape.num_experts
-        return ExpertWeights(
-            dequantize(gate_up, dtype).unflatten(0, (num, -1)),
-            dequantize(down, dtype).unflatten(0, (num, -1)),
-            None if gate_up.bias is None else gate_up.bias.view(num, -1),
-            None if down.bias is None else down.bias.view(num, -1),
-            shape.activation,
-        )
+            return self._by_torch.dequantized(scheme, shape, weights, dtype)
+        gate_up, down = (dequantize(each, dtype) for each in self._matrices(scheme, shape, weights))
+        return experts_of_matrices(shape, weights, gate_up, down)
+
+    def _matrices(
+        self, scheme: Scheme, shape: ExpertsShape, weights: Weights
+    ) -> tuple[Quantized, Quantized]:
+        gate_up = self._matrix(scheme, weights, "gate_up", shape.hidden_size)
+        return gate_up, self._matrix(scheme, weights, "down", shape.size)
 
     def _matrix(self, scheme: Scheme, weights: Weights, product: str, columns: int) -> Quantized:
         matrix = self._kernel.matrix(scheme, _form(weights, product))

@@ -58,7 +58,7 @@ class ExpertsKernel(Protocol):
     def dequantized(
         self, scheme: Scheme, shape: ExpertsShape, weights: Weights, dtype: torch.dtype
     ) -> ExpertWeights:
-        """All experts in the model's dtype, from weights as `prepare` has left them."""
+        """All experts in the model's dtype. weights: prepared ones."""
         ...
 
 

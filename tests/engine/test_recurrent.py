@@ -17,11 +17,16 @@ import torch
 import transformers
 
 from asyncllm import AsyncLLMEngine, RequestOutput, SamplingParams
+from asyncllm.attention.torch_native import TorchAttention
 from asyncllm.commands import doctor
 from asyncllm.config import EngineArgs
+from asyncllm.graphs.mixed_graphs import MixedGraphs
+from asyncllm.step_plan import StepKind, StepShape
+from asyncllm.worker import step_captures, worker
 from tests.engine.test_against_transformers import LOGPROB_TOLERANCE, REGIMES
 from tests.script_module import import_script
 from tests.server.http_harness import COMPLETIONS, Server, run, serving
+from tests.worker.recorded_graph import ForgetfulPool
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 matrix = import_script(SCRIPTS / "model_matrix.py")
@@ -106,6 +111,40 @@ def test_tokens_and_logprobs_equal(name: str, regime: str, reference: Any) -> No
             assert again[0].num_cached_tokens == 36  # of 39: whole blocks of 4
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize("regime", ["batched", "chunked"])
+@pytest.mark.parametrize("name", MODELS)
+def test_captured_steps(
+    name: str, regime: str, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts beside decodes in pieces, between which recurrences are launched; graphs are
+    recordings (tests/worker/recorded_graph.py)."""
+    monkeypatch.setattr(TorchAttention, "supports_graphs", True)
+    monkeypatch.setattr(step_captures, "GraphPool", ForgetfulPool)
+    monkeypatch.setattr(worker, "capture_obstacle", lambda *_: None)
+    replayed: list[StepShape] = []
+    replay = MixedGraphs.replay
+
+    def counted(self: MixedGraphs, shape: StepShape, *args: Any) -> None:
+        replayed.append(shape)
+        replay(self, shape, *args)
+
+    monkeypatch.setattr(MixedGraphs, "replay", counted)
+    expected: Reference = reference(name)
+
+    async def test() -> None:
+        sizes = [4, 7] if regime == "chunked" else [16, 128]
+        captured = {"prefill_graph_sizes": sizes, "cuda_graph_sizes": [4]}
+        settings = REGIMES[regime] | ALWAYS | captured
+        async with AsyncLLMEngine(str(expected.folder), **settings) as engine:
+            for _ in range(2):  # cold, and from snapshots
+                expected.check(await generate(engine, expected.prompts), [*range(7)])
+            engine.check_idle()
+
+    asyncio.run(test())
+    kind = StepKind.MIXED if regime == "chunked" else StepKind.PREFILL
+    assert kind in {shape.kind for shape in replayed}
 
 
 @pytest.mark.parametrize("name", ["mamba2", "delta"])

@@ -1,6 +1,7 @@
 """Soft caps, sinks and heads that a model has rotated, on FlashInfer against torch's attention.
 
-Prefills with a soft cap are modules of their own, which FlashInfer may compile here: a minute each.
+Prefills with a soft cap, slopes, or a window are modules of their own, which FlashInfer may compile
+here, in a minute each.
 """
 
 from __future__ import annotations
@@ -141,6 +142,45 @@ def test_rotated_heads_are_written_and_padded(
     TorchAttention(reference).write(layer, heads, None, slots[None], expected)
     q = rotate_and_write(layer, heads, None, ours.layers[0], slots)
     assert torch.equal(q, expected) and torch.equal(ours.layers[0], reference.layers[0])
+
+
+# Query heads, KV heads, head_dim, window, sinks.
+MODELS = {"gemma-3": (8, 4, 256, 100, 0), "gpt-oss": (64, 8, 64, 100, 1)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_heads_of_models(name: str) -> None:
+    """Decodes, and two of them beside 40 tokens after 300 old ones and 70 new ones, in a layer with
+    a window and one without."""
+    from asyncllm.attention.flashinfer.backend import FlashInferAttention
+
+    heads, kv_heads, dim, window, has_sinks = MODELS[name]
+    sinks = 2 * random(heads) if has_sinks else None
+    layer = AttentionLayer(0, heads, kv_heads, dim, dim**-0.5, window, None, None, sinks)
+    layers = [layer, replace(layer, index=1, window=None)]
+    cache = KVCache(CacheLayout(layers, 16, BF16), 400, CUDA)
+    for pages in cache.layers:
+        pages[1:].normal_()
+    plain, ours = TorchAttention(cache), FlashInferAttention(cache, layers)
+    tables = (1 + torch.randperm(399)[:160]).view(2, 2, 40).int()
+    prompt_pages = (1 + torch.randperm(399)[:54]).view(2, 27).int()
+    positions = torch.tensor([600, 17], device=CUDA, dtype=torch.int32)
+    decodes = DecodeRows(tables.cuda().unbind(), positions)
+    prefills = PrefillRows(
+        np.array([0, 40, 110], np.int32), np.array([340, 70], np.int32),
+        np.array([0, 22, 27], np.int32), prompt_pages.numpy(),
+    )  # fmt: skip
+    q = random(112, heads, dim)
+    outs = [torch.zeros_like(q) for _ in range(2)]
+    attends = [
+        backend.mixed(decodes, prefills, q, out)
+        for backend, out in zip((plain, ours), outs, strict=True)
+    ]
+    for each in layers:
+        for attend in attends:
+            attend(each)
+        assert error_of(outs[1][:2], outs[0][:2]) < TOLERANCE, each
+        assert error_of(outs[1][2:], outs[0][2:]) < TOLERANCE, each
 
 
 def test_groups_of_layers_have_tables_of_their_own() -> None:

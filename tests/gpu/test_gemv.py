@@ -55,6 +55,16 @@ def test_products_equal_float64(shape: tuple[int, int], dtype: torch.dtype) -> N
         assert relative_error(ours, exact) < tolerance, (biased, gated, parts)
 
 
+def test_one_feature() -> None:
+    """As of a gate of shared experts; Triton takes a 1 for a constant."""
+    from asyncllm.kernels.gemv.kernel import gemv
+    from asyncllm.models.layers.ops import Normed
+
+    x, weight = (random(1, 2048, dtype=torch.bfloat16) for _ in range(2))
+    ours = gemv(Normed(x), weight, None)
+    torch.testing.assert_close(ours.double(), x.double() @ weight.double().T, rtol=4e-3, atol=0.3)
+
+
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_sum_and_its_norm_equal_float64(shape: tuple[int, int], biased: bool) -> None:

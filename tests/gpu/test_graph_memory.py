@@ -26,8 +26,10 @@ def test_memory_without_a_claim_to_it(dtype: torch.dtype) -> None:
     same = weak_alias(owner)
     assert same.dtype is dtype and same.data_ptr() == owner.data_ptr()
     assert torch.equal(same, owner)
+    part = owner[1:, 5:90:3]  # as what is split off a projection
+    assert torch.equal(weak_alias(part), part)
     before = torch.cuda.memory_allocated()
-    del owner
+    del owner, part
     assert torch.cuda.memory_allocated() <= before - same.nbytes
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from asyncllm.models.layers.experts_method import ExpertsShape, load_each
 from asyncllm.models.layers.linear import Linear
 from asyncllm.models.layers.ops import Norm
 from asyncllm.models.layers.torch_ops import TorchOps
@@ -46,7 +45,9 @@ SCHEMES = [
     Scheme("nf4", group=64),
 ]
 # A kernel is compiled for each width, so there are few of them; chunks of codes do not divide 448.
-ROWS = [2, 17] if INTERPRETED else [2, 17, 200]
+ROWS = [2, 17] if INTERPRETED else [2, 200]
+# On a device each takes seconds to compile: what gives other code, in an odd shape.
+ODD = SCHEMES if INTERPRETED else [SCHEMES[i] for i in (0, 3, 5, 8)]
 
 
 def shape_of(scheme: Scheme, is_even: bool) -> tuple[int, int]:
@@ -76,8 +77,9 @@ def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
     return ((ours.float() - exact).norm() / exact.norm()).item()
 
 
-@pytest.mark.parametrize("is_even", [False, True])
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize(
+    ("scheme", "is_even"), [*((s, True) for s in SCHEMES), *((s, False) for s in ODD)], ids=str
+)
 def test_products(scheme: Scheme, is_even: bool) -> None:
     from asyncllm.kernels.quant_gemm.gemv import gemv
     from asyncllm.kernels.quant_gemm.matrix import block_of
@@ -244,42 +246,6 @@ def test_a_model_by_these_kernels_is_that_of_torch(
         by_our_kernels(monkeypatch)
         found = logits(tmp_path, DTYPE)
     assert error(found, expected) < TOLERANCE
-
-
-@pytest.mark.parametrize(
-    "scheme",
-    [Scheme("int4", group=32, has_offset=True), Scheme("fp4", group=32), Scheme("fp8", group=32)],
-    ids=str,
-)
-def test_experts_are_dequantised_from_what_their_kernel_reads(scheme: Scheme) -> None:
-    """As steps with adapters do, whose products come between the two of the experts."""
-    from asyncllm.kernels.quant_gemm.words import CHUNK
-    from asyncllm.models.quantization.cpu_experts import dequantized
-    from asyncllm.models.quantization.cuda_experts import CudaExperts
-    from asyncllm.models.quantization.cuda_kernel import CudaQuantKernel
-
-    torch.manual_seed(0)
-    experts, hidden, size = 3, 128, 96  # columns of down are padded to whole tiles
-    shape = ExpertsShape(experts, hidden, size, load=load_each("gate", "up", "down"), bias=True)
-    weights = {}
-    for product, rows, columns in (("gate_up", 2 * size, hidden), ("down", hidden, size)):
-        made = torch.randn(experts * rows, columns, device=DEVICE)
-        weight, weights[f"{product}.scale"] = quantize(scheme, made)
-        if scheme.bits == 4:
-            weight = F.pad(weight, (0, -columns % CHUNK // 2))
-        weights[f"{product}.weight"] = weight.contiguous()
-        if scheme.has_offset:
-            weights[f"{product}.offset"] = torch.randn_like(weights[f"{product}.scale"])
-        weights[f"{product}.bias"] = torch.randn(experts * rows, device=DEVICE, dtype=DTYPE)
-    expected = dequantized(scheme, shape, weights, torch.float32)
-    kernel = CudaExperts(CudaQuantKernel(DEVICE, DTYPE))
-    kernel.prepare(scheme, shape, weights)
-    found = kernel.dequantized(scheme, shape, weights, DTYPE)
-    assert error(found.gate_up, expected.gate_up) < TOLERANCE
-    assert error(found.down, expected.down) < TOLERANCE
-    assert found.gate_up_bias is not None and found.down_bias is not None
-    assert torch.equal(found.gate_up_bias, expected.gate_up_bias)
-    assert torch.equal(found.down_bias, expected.down_bias)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="in float32: what CUDA has in 16 bits")

@@ -32,13 +32,21 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("LlamaForCausalLM", {"head_dim": 64}),
     ("LlamaForCausalLM", {}),  # heads of 8, padded
     ("Qwen3ForCausalLM", {"head_dim": 128}),  # norms of heads
-    ("Gemma2ForCausalLM", {"head_dim": 64}),  # soft caps, windows
+    ("Gemma2ForCausalLM", {"head_dim": 128}),  # soft caps, windows
     ("GptOssForCausalLM", {"head_dim": 64}),  # sinks, windows, experts
     ("Qwen3MoeForCausalLM", {"head_dim": 64}),
     ("Phi3ForCausalLM", {}),  # merged projections
     ("DeepseekV3ForCausalLM", {}),  # V is smaller than K
+    ("Mamba2ForCausalLM", {}),
+    ("Lfm2ForCausalLM", {}),  # convolutions
+    ("GraniteMoeHybridForCausalLM", {}),  # scans
+    ("Qwen3NextForCausalLM", {}),  # delta rules
 ]
-ROUTED = ("GptOssForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")
+ROUTED = (
+    "GptOssForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM",
+    "GraniteMoeHybridForCausalLM", "Qwen3NextForCausalLM",
+)  # fmt: skip
+RECURRENT = ("Mamba2ForCausalLM", "Lfm2ForCausalLM")
 
 
 def serve(folder: Path, **changes: Any) -> tuple[list[RequestOutput], dict[str, Any]]:
@@ -87,6 +95,9 @@ def test_captured_equals_eager_and_torch(
     if architecture not in ROUTED:
         by_torch, _ = serve(tmp_path, attention_backend="torch")
         check(captured, by_torch)
+    if architecture in RECURRENT:  # whose states no attention backend moves
+        on_cpu, _ = serve(tmp_path, device="cpu")
+        check(captured, on_cpu)
 
 
 def test_the_native_twin_gives_the_same() -> None:

@@ -84,7 +84,7 @@ def _sorted_rows(
     return tl.minimum(mine, NUM_EXPERTS), assignment // TOP_K, assignment, is_row
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])  # any number: one variant for all
 def _experts_kernel(
     x_ptr, squares_ptr, weight_ptr, scale_ptr, offset_ptr, table_ptr, bias_ptr, gates_ptr, out_ptr,
     ids_ptr, counts_ptr, order_ptr, num_tokens, num_squares, eps, limit, alpha,

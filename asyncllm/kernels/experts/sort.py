@@ -9,7 +9,7 @@ import triton.language as tl
 PLACED = 128  # assignments to a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_assignments"])
 def _count_kernel(ids_ptr, counts_ptr, ranks_ptr, num_assignments, BLOCK: tl.constexpr):
     """Each assignment's number among those of its expert, in any order; how many an expert has."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -19,7 +19,7 @@ def _count_kernel(ids_ptr, counts_ptr, ranks_ptr, num_assignments, BLOCK: tl.con
     tl.store(ranks_ptr + index, rank, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_assignments"])
 def _place_kernel(
     ids_ptr, counts_ptr, ranks_ptr, order_ptr, num_assignments,
     NUM_EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, ROWS: tl.constexpr,

@@ -68,11 +68,11 @@ def _gemv_kernel(
     inside = feature < out_features
     column = tl.arange(0, BLOCK)
     source = weight_ptr + feature.to(tl.int64)[:, None] * K + column[None, :]
-    up_rows = out_features.to(tl.int64) * K
     mask = inside[:, None] & (column < K)[None, :]
     weight = tl.load(source, mask, other=0.0)
     up = weight
-    if GATED:
+    if GATED:  # a lone feature, never gated, is a constant without `.to`
+        up_rows = out_features.to(tl.int64) * K
         up = tl.load(source + up_rows, mask, other=0.0)
     if PDL:
         start_next()

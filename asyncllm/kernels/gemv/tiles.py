@@ -27,6 +27,6 @@ def choose_tiles(in_features: int, gated: bool, adds: bool) -> Tiles:
         return Tiles(1, 4096, 8) if in_features >= 4096 else Tiles(2, 1024, 2)
     if in_features < 4096:
         return Tiles(4, 512, 2)
-    if not adds:
-        return Tiles(8, 512, 2)
-    return Tiles(8, 1024, 4) if in_features < 8192 else Tiles(4, 1024, 4)
+    if in_features >= 8192:  # other tiles spill registers
+        return Tiles(4, 1024, 4)
+    return Tiles(8, 1024, 4) if adds else Tiles(8, 512, 2)

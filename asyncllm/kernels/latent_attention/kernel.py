@@ -25,6 +25,7 @@ DECODE_QUERIES, PREFILL_QUERIES = 16, 64  # of a program: what the registers of 
 DECODE_WARPS, PREFILL_WARPS = 4, 8
 PROGRAMS_PER_SM = 2
 MAX_SPLITS = 64  # one program merges them in one go
+MERGED_COLUMNS = 128  # of a program, at most: 64 numbers per thread, so that none spills
 
 
 # Where a step's rows begin in their upload differs from step to step.
@@ -102,16 +103,17 @@ def _attend(
 @triton.jit(do_not_specialize=["num_splits"])
 def _merge(
     partial_ptr, lse_ptr, lengths_ptr, out_ptr, num_splits,
-    LATENT: tl.constexpr, LATENT_PADDED: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
+    LATENT: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row: its splits' outputs, weighted by their parts of the softmax's sum."""
+    """Merge some columns of one head of one row: the splits' outputs, weighted by their shares of
+    the softmax's sum."""
     head = tl.program_id(0)
     row = tl.program_id(1)
     num_tiles = tl.cdiv(tl.load(lengths_ptr + row).to(tl.int32), TILE)
     num_used = tl.cdiv(num_tiles, tl.cdiv(num_tiles, num_splits))
     split = tl.arange(0, MAX_SPLITS)
-    column = tl.arange(0, LATENT_PADDED)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     of_head = row * tl.num_programs(0) + head
     part = of_head * num_splits + split
     lse = tl.load(lse_ptr + part, split < num_used, other=float("-inf"))
@@ -169,8 +171,9 @@ def attend_latents(
         num_warps=DECODE_WARPS if is_decode else PREFILL_WARPS, num_stages=2,
     )  # fmt: skip
     if num_splits > 1:
-        _merge[(num_heads, num_rows)](
-            partial, lse, lengths, out, num_splits, LATENT=latent, LATENT_PADDED=padded,
+        columns = min(MERGED_COLUMNS, padded)
+        _merge[(num_heads, num_rows, padded // columns)](
+            partial, lse, lengths, out, num_splits, LATENT=latent, COLUMNS=columns,
             SIZE=size, TILE=TILE, MAX_SPLITS=MAX_SPLITS, num_warps=4,
         )  # fmt: skip
 

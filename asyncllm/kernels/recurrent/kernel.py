@@ -30,6 +30,8 @@ SCAN_CHANNELS = 16  # of a tile, at most
 DELTA_COLUMNS = 16
 CONV_CHANNELS = 128
 NUM_WARPS = 4
+# Rows begin anywhere in a step's upload: no variants by alignment.
+ROW_POINTERS = ["slots_ptr", "indptr_ptr", "starts_ptr", "ends_ptr", "saves_ptr", "token_rows_ptr"]
 
 
 class Rows(NamedTuple):
@@ -48,7 +50,7 @@ class Rows(NamedTuple):
     token_rows: torch.Tensor | None = None  # [tokens]: the row of each
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROW_POINTERS)
 def _scan(
     x_ptr, dt_ptr, a_ptr, b_ptr, c_ptr, d_ptr, out_ptr, states_ptr, slots_ptr, indptr_ptr,
     starts_ptr, ends_ptr, saves_ptr, x_stride, dt_stride, b_stride, c_stride, state_stride,
@@ -98,7 +100,7 @@ def _scan(
     tl.store(state_ptr, state, whole & (slot != 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROW_POINTERS)
 def _delta_rule(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, out_ptr, states_ptr, slots_ptr, indptr_ptr, starts_ptr,
     ends_ptr, saves_ptr, q_stride, k_stride, v_stride, g_stride, beta_stride, state_stride,
@@ -144,7 +146,7 @@ def _delta_rule(
     tl.store(state_ptr, state, whole & (slot != 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROW_POINTERS)
 def _convolve(
     x_ptr, weight_ptr, bias_ptr, out_ptr, states_ptr, slots_ptr, indptr_ptr, starts_ptr,
     token_rows_ptr, x_stride, state_stride,
@@ -183,7 +185,7 @@ def _convolve(
     tl.store(out_ptr + token * CHANNELS + channel, total.to(out_ptr.dtype.element_ty), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROW_POINTERS)
 def _keep_inputs(
     x_ptr, states_ptr, slots_ptr, indptr_ptr, starts_ptr, ends_ptr, saves_ptr, x_stride,
     state_stride,
@@ -227,16 +229,6 @@ def recur(inputs: Recurrence, states: torch.Tensor, rows: Rows, out: torch.Tenso
             _launch_scan(inputs, states, rows, out)
         case DeltaRule():
             _launch_delta_rule(inputs, states, rows, out)
-
-
-def new_output(inputs: Recurrence) -> torch.Tensor:
-    match inputs:
-        case Convolution(x):
-            return torch.empty_like(x, memory_format=torch.contiguous_format)
-        case SelectiveScan(x):
-            return torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        case DeltaRule(v=v):
-            return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
 def _launch_scan(
