@@ -81,15 +81,15 @@ def _layer(name: str, module: Any, lora: LoRALayers, shards: Shards) -> LoRALaye
 
 
 def _adapted(module: Any, layer: LoRALayer, x: torch.Tensor) -> torch.Tensor:
-    rows = x.flatten(0, -2)
+    rows = x.flatten(0, -2).contiguous()
     out = layer.add(F.linear(rows, module.weight, module.bias), rows)
     return out.unflatten(0, x.shape[:-1])
 
 
 def _adding(layer: LoRALayer) -> Any:
     def add(_: nn.Module, given: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
-        x, rows = given[0].flatten(0, 1), out.flatten(0, 1)
-        return layer.add(rows, x).view(out.shape)
+        x = given[0].flatten(0, 1).contiguous()  # a class may give a view, as of some columns
+        return layer.add(out.flatten(0, 1), x).view(out.shape)
 
     return add
 

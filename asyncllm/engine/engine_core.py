@@ -33,7 +33,7 @@ from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.scheduler import Scheduler
 from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
 from asyncllm.engine.watchdog import Watchdog
-from asyncllm.errors import EngineDeadError
+from asyncllm.errors import EngineDeadError, LoRALoadError
 from asyncllm.host import in_own_thread
 from asyncllm.mesh_config import RankStats
 from asyncllm.worker.ranks.group import RankLostError
@@ -277,8 +277,9 @@ class EngineCore:
         await self._run()
 
     async def _adopt(self, worker: Worker) -> None:
-        """Switch to a new worker, with empty pages, and load the same adapters. Raises `ValueError`
-        if its context window is smaller than the one that clients know."""
+        """Switch to a new worker, with empty pages, and load the same adapters, but those whose
+        files are no longer there. Raises `ValueError` if its context window is smaller than the one
+        that clients know."""
         self.worker = self.steps.worker = worker
         self.admission.processors = worker.processors
         self.work, self._closing = worker.work, None
@@ -290,7 +291,10 @@ class EngineCore:
         if self.adapters is not None and worker.adapters is not None:
             before, self.admission.adapters = self.adapters, self._new_adapters(worker)
             for request in before.requests:
-                await self.lora.add(request)
+                try:
+                    await self.lora.add(request)
+                except LoRALoadError as error:  # of one adapter: the engine serves without it
+                    logger.error("adapter %s is not loaded again: %s", request.lora_name, error)
         self._watch_ranks()
 
     def _close_worker(self) -> asyncio.Task[None]:

@@ -3,7 +3,8 @@
 A mixture layer makes calls to the other engines with as many rows as the step has. So all engines
 run a step of the same shape, by the same graph (which NCCL requires) or eagerly. The shape is the
 smallest that holds the needs of all engines. Each engine pads its own step to it: with rows of slot
-0, or with a prompt on page 0. All engines compute the same from the same needs.
+0, or with prompts on page 0, each as long as a sequence may be. All engines compute the same from
+the same needs.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from asyncllm.worker.packed_step import PackedStep
 
 
 class CommonSteps:
-    """Packs and pads one engine's plans to steps of all engines."""
+    """Packs and pads one engine's plans to steps of all engines. max_prompt_tokens: as for
+    `padded`."""
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
+    def __init__(self, runner: ModelRunner, max_prompt_tokens: int) -> None:
+        self._runner, self._max_prompt_tokens = runner, max_prompt_tokens
 
     def pack(self, plan: StepPlan) -> PackedStep:
         """To be called right after planning: sequences may end while the engines agree."""
@@ -40,7 +42,7 @@ class CommonSteps:
     def pad(self, step: PackedStep, needs: Sequence[StepNeed]) -> PackedStep:
         """needs: of all engines, including this one's."""
         common = common_step(needs, self._graph_size)
-        return padded(step, common, self._runner.padding_prompt)
+        return padded(step, common, self._runner.padding_prompt, self._max_prompt_tokens)
 
     def _graph_size(self, shape: StepShape) -> int | None:
         runner, mixed = self._runner, self._runner.mixed.graphs
@@ -71,10 +73,14 @@ def common_step(
 
 
 def padded(
-    step: PackedStep, common: CommonStep, padding_prompt: Callable[[int], PackedStep]
+    step: PackedStep,
+    common: CommonStep,
+    padding_prompt: Callable[[int], PackedStep],
+    max_prompt_tokens: int,
 ) -> PackedStep:
     """One engine's step, padded to be of the kind of `common`, and of its size if it is eager: a
-    graph pads by itself. padding_prompt: makes a prompt of a number of tokens."""
+    graph pads by itself. padding_prompt: makes a prompt of a number of tokens, which may be at most
+    `max_prompt_tokens`: there are no rotations of later positions."""
     step = step._replace(common=common, adapters=common.shape.adapters)
     num_tokens = len(step.decode_slots) + step.prefills.num_tokens
     num_missing = 0 if common.in_graph else common.shape.size - num_tokens
@@ -82,7 +88,10 @@ def padded(
         num_missing = num_missing or int(not num_tokens)
         return _with_rows(step, num_missing) if num_missing else step
     num_missing = num_missing or int(not step.has_prompts)
-    return _with_prompt(step, padding_prompt(num_missing)) if num_missing else step
+    for start in range(0, num_missing, max_prompt_tokens):
+        num_tokens = min(num_missing - start, max_prompt_tokens)
+        step = _with_prompt(step, padding_prompt(num_tokens))
+    return step
 
 
 def _with_rows(step: PackedStep, num_rows: int) -> PackedStep:
@@ -103,9 +112,8 @@ def _with_prompt(step: PackedStep, padding: PackedStep) -> PackedStep:
         prefills = _joined(step.prefills, prefills)
     else:
         samples = np.stack((np.arange(len(slots), dtype=np.int32), slots, positions + 1))
-    return step._replace(
-        tokens=tokens, samples=samples, prefills=prefills, num_padding=padding.tokens.shape[1]
-    )
+    num_padding = step.num_padding + padding.tokens.shape[1]
+    return step._replace(tokens=tokens, samples=samples, prefills=prefills, num_padding=num_padding)
 
 
 def _joined(rows: PrefillRows, more: PrefillRows) -> PrefillRows:

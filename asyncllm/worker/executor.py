@@ -2,9 +2,10 @@
 
 `submit(work)` runs one step: `work()` does it or enqueues it, and returns `collect`, which reads
 the results once the device is done. `begin(first)` runs the first part of a step and returns a
-function that runs the rest, later and from any thread, before anything else is submitted. Steps run
-in the order of their submission. This is what makes slots and pages reusable at once (see
-scheduler.py). Steps of the same `shape` take about as long, which tells how long to wait for one.
+function that runs the rest, later and from any thread, before another step is submitted; copies of
+adapters may come in between. Steps run in the order of their submission. This is what makes slots
+and pages reusable at once (see scheduler.py). Steps of the same `shape` take about as long, which
+tells how long to wait for one.
 
   ThreadExecutor  CPU: one thread is the stream; torch releases the GIL inside its kernels
   StreamExecutor  CUDA: `work` only enqueues on one stream, from the event loop's thread
@@ -19,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 from typing import Any, TypeVar
 
 import numpy as np
@@ -200,24 +202,26 @@ class StreamExecutor:
     """One CUDA stream and its waiter.
 
     Steps enter the stream object itself, in a third of the time of `torch.cuda.stream`. It keeps
-    the state to restore, so only one thread may enter it at a time, and not recursively.
+    the state to restore, so only one thread may enter it at a time, and not recursively: the loop
+    copies adapters while another thread ends a step.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = _idle_streams.pop() if _idle_streams else torch.cuda.Stream(device)
         self._waiter = EventWaiter()
         self._clock = StreamClock()
+        self._entering = Lock()
 
     def submit(self, work: Work, shape: StepShape | None = None) -> LaunchedStep:
-        with torch.inference_mode(), self.stream:
+        with self._entering, torch.inference_mode(), self.stream:
             return EventStep(self.stream, self._waiter, self._clock, shape).end(work())
 
     def begin(self, first: Callable[[], T], shape: StepShape | None = None) -> EndStep[T]:
-        with torch.inference_mode(), self.stream:
+        with self._entering, torch.inference_mode(), self.stream:
             step, value = EventStep(self.stream, self._waiter, self._clock, shape), first()
 
         def end(rest: Callable[[T], Collect]) -> LaunchedStep:
-            with torch.inference_mode(), self.stream:
+            with self._entering, torch.inference_mode(), self.stream:
                 return step.end(rest(value))
 
         return end

@@ -153,7 +153,8 @@ class Worker:
             self._mesh,
             group,
         )
-        self.work, self.common_steps = self.runner.work, CommonSteps(self.runner)
+        self.work = self.runner.work
+        self.common_steps = CommonSteps(self.runner, self._most_tokens)
         with self._phase("warm_up"), self._executor.between_steps():
             self._warm_up(state, kernels, early)
         self._captures = StepCaptures(

@@ -1,7 +1,7 @@
 """A mesh of torch's collectives: Gloo over TCP between CPUs, NCCL between GPUs.
 
 The process group is no default one of torch.distributed: the process may be an application's, with
-one of its own. NCCL has not been run on several GPUs (docs/log/ranks.md).
+one of its own. What NCCL has run on is in docs/log/ranks.md.
 """
 
 from __future__ import annotations

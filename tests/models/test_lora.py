@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ import torch.nn.functional as F
 from asyncllm.models.layers.linear_method import LinearShape
 from asyncllm.models.layers.lora import Delta, LoRALayers, LoRAWeights
 from asyncllm.models.layers.lora_embedding import LoRAEmbedding
-from asyncllm.models.layers.lora_ops import TORCH_LORA, LoRAOps
+from asyncllm.models.layers.lora_ops import TORCH_LORA, AdapterRows, LoRAOps
+from asyncllm.models.transformers_lora import adapt
 
 NUM_SLOTS = 5
 NOTHING, TERMS = 2, 4  # slots: one that has nothing of the layer, one with biases and gains
@@ -241,3 +244,27 @@ def test_rows_are_gathered(num_rows: int, seed: int) -> None:
         assert rows == mine + [-1] * (tile - len(mine))
         has = adapted[slot].int()
         assert torch.equal(kinds, torch.where(has > 0, 2 * slot + has - 1, 0).int())
+
+
+def test_modules_of_transformers_code_that_are_given_views() -> None:
+    """As of Mamba: some columns of another product, or what was transposed. Kernels take rows."""
+
+    def shrink(x: torch.Tensor, weights: LoRAWeights, rows: AdapterRows) -> torch.Tensor:
+        assert x.is_contiguous()
+        return TORCH_LORA.shrink(x, weights, rows)
+
+    torch.manual_seed(0)
+    ops = replace(TORCH_LORA, shrink=shrink)
+    layers = LoRALayers(1, 16, torch.float32, torch.device("cpu"), ops)
+    module = torch.nn.Linear(8, 6).requires_grad_(False)
+    shards: Any = SimpleNamespace(parameters={}, elsewhere=())
+    adapt({"module": module}, layers, shards)
+    layers.allocate()
+    layers.slots[1].normal_()
+    layers.mark(layers.slots[1])
+    for x in (torch.randn(1, 3, 20)[..., 4:12], torch.randn(1, 8, 3).transpose(1, 2)):
+        layers.select(torch.ones(3, dtype=torch.int32))
+        found = module(x)
+        torch.testing.assert_close(found, module(x.contiguous()))
+        layers.select(None)
+        assert not torch.allclose(found, module(x))

@@ -314,19 +314,22 @@ def test_ctrl_c_reaches_the_server_alone() -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_is_lost_again_and_again() -> None:
-    """Also while the engine is closed, and with adapters, which are read again."""
+    """Also while the engine is closed, and with adapters, which are read again where they are."""
 
     async def test() -> None:
         with tempfile.TemporaryDirectory() as folder:
-            lora = LoRARequest("a", lora_path=write_tiny_adapter(Path(folder)))
+            lora = LoRARequest("a", lora_path=write_tiny_adapter(Path(folder) / "a"))
+            gone = LoRARequest("gone", lora_path=write_tiny_adapter(Path(folder) / "gone"))
             ask = Ask("Once upon a time", greedy(8))
             async with engine_of_two(enable_lora=True) as (engine, _):
                 expected = await engine.generate(*ask, lora_request=lora)
+                await engine.add_lora(gone)
+                shutil.rmtree(gone.lora_path)
                 for _ in range(MAX_RESTARTS):
                     os.kill(*followers(), signal.SIGKILL)
                     await until(lambda: engine.health() is not None)
                     await until(lambda: engine.health() is None)
-                    assert engine.find_lora("a") == lora
+                    assert engine.find_lora("a") == lora and engine.find_lora("gone") is None
                 expect_same([await engine.generate(*ask, lora_request=lora)], [expected])
                 os.kill(*followers(), signal.SIGKILL)
                 reason = await asyncio.wait_for(engine.wait_failed(), ENDS_WITHIN_SECONDS)

@@ -15,7 +15,7 @@ from asyncllm.worker.packed_step import NO_ROWS, PackedStep, padding_prompt
 from asyncllm.worker.step_packer import StepPacker
 from tests.engine.builders import make_request, make_scheduler, run_step
 
-BLOCK_SIZE, VOCAB_SIZE = 4, 50
+BLOCK_SIZE, VOCAB_SIZE, MAX_PROMPT_TOKENS = 4, 50, 9
 DECODE, MIXED, PREFILL = StepKind.DECODE, StepKind.MIXED, StepKind.PREFILL
 NOTHING = StepNeed()
 
@@ -74,7 +74,7 @@ def test_padding_changes_nothing_of_an_engines_own_rows() -> None:
             others = StepNeed(rng.randint(0, 6), rng.choice([0, 0, 7, 30]))
             need = StepNeed(len(step.decode_slots), step.prefills.num_tokens)
             common = common_step([need, others], graphs(*rng.choice([(), ((8,), (16, 64))])))
-            made = padded(step, common, padding)
+            made = padded(step, common, padding, MAX_PROMPT_TOKENS)
             check(made, step, common)
             seen.add((own.kind, common.shape.kind, common.in_graph))
     assert {(DECODE, DECODE, False), (DECODE, MIXED, False), (DECODE, MIXED, True),
@@ -107,6 +107,7 @@ def check(made: PackedStep, step: PackedStep, common: CommonStep) -> None:
         assert np.array_equal(made.samples, expected) and made.samples.dtype == np.int32
     _, positions, slots, write_slots = made.tokens[:, num_prompts:]
     assert (slots == PADDING_SLOT).all() and (write_slots < BLOCK_SIZE).all()
+    assert (positions < MAX_PROMPT_TOKENS).all()
     rows, own_rows = made.prefills, len(step.prefills.kv_lens)
     assert np.array_equal(rows.kv_lens[:own_rows], step.prefills.kv_lens)
     num_pages = step.prefills.page_indptr[-1]
@@ -124,7 +125,7 @@ def test_an_engine_without_work(kind: StepKind, in_graph: bool) -> None:
     """It has one token of padding at least, and samples nothing."""
     nothing = PackedStep(NO_ROWS, NO_ROWS, NO_ROWS)
     common = CommonStep(StepShape(kind, 6, adapters=True), in_graph)
-    made = padded(nothing, common, padding)
+    made = padded(nothing, common, padding, MAX_PROMPT_TOKENS)
     assert made.adapters and made.num_padding == (1 if in_graph else 6)
     assert made.shape.kind is (DECODE if kind is DECODE else PREFILL)
     check(made, nothing, common)

@@ -397,7 +397,7 @@ def test_a_captured_step_with_prompts_is_one_copy_and_two_replays(
         scheduler.add(make_request(number, prompt, max_tokens=9))
         plan = scheduler.plan()
         assert plan is not None
-        inputs = runner._packer.pack(plan)
+        inputs = runner.packer.pack(plan)
         assert inputs.has_prompts
         graph = runner.mixed.graph_shape(inputs)
         assert graph is not None
@@ -423,7 +423,7 @@ def test_captured_decodes_are_told_what_changed(
         scheduler.add(make_request(number, prompt, max_tokens=20))
     found = []
     while plan := scheduler.plan():
-        inputs = runner._packer.pack(plan)
+        inputs = runner.packer.pack(plan)
         launched.names.clear()
         if not inputs.has_prompts:
             with launched:

@@ -44,6 +44,7 @@ class Peers:
         self._numbers = itertools.count()
         self._answers: dict[tuple[int, int], asyncio.Future[None]] = {}  # by engine and number
         self._tasks: set[asyncio.Task[None]] = set()
+        self._end: str | None = None  # why not all others answer any more
         self.lockstep = Lockstep(engine, others, self._tell)
 
     async def connect(self) -> None:
@@ -58,6 +59,9 @@ class Peers:
     def close(self) -> None:
         for connection in self._connections.values():
             connection.close()
+        self._end = "the engine is closed"
+        for engine, number in list(self._answers):
+            self._answer(engine, number, self._end)
 
     def _tell(self, message: Message) -> None:
         for connection in self._connections.values():
@@ -77,6 +81,7 @@ class Peers:
 
     def _lost(self, engine: int, why: str) -> None:
         self.lockstep.lose(engine, why)
+        self._end = self.lockstep.lost
         for other, number in list(self._answers):
             if other == engine:
                 self._answer(engine, number, why)
@@ -84,12 +89,17 @@ class Peers:
     # --- adapters ----------------------------------------------------------------------------
 
     async def load_experts(self, folder: Path, slot: int) -> None:
-        """Have all other engines load an adapter's experts. Raises `LoRALoadError`."""
+        """Have all other engines load an adapter's experts. Raises `LoRALoadError`, when they have
+        all answered: none of them writes to the slot any more."""
+        if self._end is not None:
+            raise LoRALoadError(self._end)
         number, loop = next(self._numbers), asyncio.get_running_loop()
         answers = {(engine, number): loop.create_future() for engine in self._connections}
         self._answers |= answers
         self._tell(LoadExperts(number, str(folder), slot))
-        await asyncio.gather(*answers.values())
+        await asyncio.wait(answers.values())
+        for answer in answers.values():
+            answer.result()
 
     def _answer(self, engine: int, number: int, error: str | None) -> None:
         answer = self._answers.pop((engine, number))
@@ -124,6 +134,11 @@ class SharedAdapterStore:
 
     async def load(self, place: int, slot: int) -> None:
         folder, shared_slot = self._folders[place], self._store.first_slot + slot
-        await asyncio.gather(
-            self._store.load(place, slot), self._peers.load_experts(folder, shared_slot)
+        results = await asyncio.gather(
+            self._store.load(place, slot),
+            self._peers.load_experts(folder, shared_slot),
+            return_exceptions=True,  # an error makes the slot free: nobody may still write to it
         )
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result

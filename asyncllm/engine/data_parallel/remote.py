@@ -79,16 +79,23 @@ class RemoteCore:
             place = None if link is None else link.place
             start = wire.Start(dict(self._args), self.rank, level, place)
             self._process.connection.send(start)
-            ends: list[asyncio.Future[Any]] = [self._starting, self._process.lost]
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if not self._starting.done():
-                raise EngineDeadError(f"engine {self.rank}: {self._process.lost.result()}")
-            self._starting.result()
+            await self._or_lost(self._starting)
             if self.adapters is not None:
-                await self.adapters.restore()
+                await self._or_lost(asyncio.ensure_future(self.adapters.restore()))
         except BaseException:
             await self._process.kill()
             raise
+
+    async def _or_lost(self, work: asyncio.Future[None]) -> None:
+        """Wait for it, or until the process is lost. Raises `EngineDeadError`."""
+        ends: list[asyncio.Future[Any]] = [work, self.process.lost]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise EngineDeadError(f"engine {self.rank}: {self.process.lost.result()}")
+            work.result()
+        finally:
+            work.cancel()
 
     def lose(self, why: str) -> None:
         """The process is lost: end its requests, and refuse new ones."""
@@ -139,7 +146,7 @@ class RemoteCore:
                     self.adapters.done(number, error)
             case wire.Ready():
                 self.ready, self._stats = message, message.stats
-                if self._starting is not None:
+                if self._starting is not None and not self._starting.done():
                     self._starting.set_result(None)
             case wire.Failed(error):
                 if self._starting is not None and not self._starting.done():

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Callable
 
 from asyncllm.engine.data_parallel import wire
 from asyncllm.errors import LoRALoadError
 from asyncllm.lora import LoRARequest
+
+logger = logging.getLogger("asyncllm")
 
 
 class RemoteAdapters:
@@ -51,9 +54,14 @@ class RemoteAdapters:
         self.running, self.waiting = [], []
 
     async def restore(self) -> None:
-        """In a process that was started again. Raises `LoRALoadError`."""
+        """In a process that was started again. Forgets those whose files are no longer there."""
         for request in self.requests:
-            await self.add(request)
+            try:
+                await self.add(request)
+            except LoRALoadError as error:  # of one adapter: the engine serves without it
+                logger.error("adapter %s is not loaded again: %s", request.lora_name, error)
+                del self._requests[request.lora_name]
+                self._pinned.discard(request.lora_name)
         for name in self._pinned:
             self._send(wire.PinAdapter(name))
 
