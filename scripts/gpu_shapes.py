@@ -106,6 +106,9 @@ def run_child(options: argparse.Namespace) -> int:
     import shape_checks
     import shape_times
 
+    from asyncllm.child_process import end_with
+
+    end_with(os.getppid())  # also if this script is killed
     name = options.only
     for module in IMPORTED:
         importlib.import_module(module)

@@ -121,7 +121,7 @@ async def measure(name: str, case: Case, folder: Path, options: Any) -> dict[str
 
 async def _latency(
     load: Load, steps: DeviceSteps, rows: int, num_bytes: float, tb_per_s: float
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     await load.answer(rows, PROMPT_TOKENS, 8)
     steps.ms.clear()
     outputs = []
@@ -131,14 +131,14 @@ async def _latency(
     return {
         "ttft_ms": round(statistics.median(map(first_ms, outputs)), 2),
         "tpot_ms": round(each, 3),
-        "device_ms": round(statistics.median(steps.ms[rows]), 3) if steps.ms[rows] else 0.0,
+        "device_ms": round(statistics.median(steps.ms[rows]), 3) if steps.ms[rows] else None,
         "read_gb": round(num_bytes / 1e9, 3),
         "limit_ms": round(limit, 3),
         "share": round(limit / each, 3),
     }
 
 
-async def _throughput(load: Load, steps: DeviceSteps) -> dict[str, float]:
+async def _throughput(load: Load, steps: DeviceSteps) -> dict[str, float | None]:
     count, length = MANY["requests"], MANY["answer"]
     steps.ms.clear()
     start = time.perf_counter()
@@ -148,7 +148,7 @@ async def _throughput(load: Load, steps: DeviceSteps) -> dict[str, float]:
     return {
         "output_tokens_per_s": round(count * length / seconds),
         "ttft_ms": round(statistics.median(map(first_ms, outputs)), 1),
-        "decode_step_ms": round(statistics.median(full), 2) if full else 0.0,
+        "decode_step_ms": round(statistics.median(full), 2) if full else None,
     }
 
 
