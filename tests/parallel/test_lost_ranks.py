@@ -105,7 +105,7 @@ async def collect(engine: AsyncLLMEngine, prompt: str) -> None:
     ("number", "reason"),
     [
         (signal.SIGKILL, "its process ended with -9"),
-        (signal.SIGSTOP, "it has not answered for 3 s"),
+        (signal.SIGSTOP, "it has not answered for 6 s"),
     ],
 )
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_rank_that_dies_or_stands_still(
     number: signal.Signals, reason: str, ranks: dict[str, int], is_busy: bool
 ) -> None:
     async def test() -> None:
-        async with engine_of_two(distributed_timeout_seconds=3, **ranks) as (engine, follower):
+        async with engine_of_two(distributed_timeout_seconds=6, **ranks) as (engine, follower):
             if is_busy:
                 asyncio.get_running_loop().call_later(0.3, os.kill, follower, number)
                 await expect_all_end(engine, reason, comes_back=True)
