@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
 from functools import partial
 from itertools import islice
 
@@ -21,12 +20,12 @@ from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.errors import EngineDeadError, InvalidRequestError, LoRALoadError, QueueFullError
 from asyncllm.lora import LoRARequest
 from asyncllm.types import Request
-from asyncllm.worker.logits_processors import LogitsProcessors
+from asyncllm.worker.worker import Worker
 
 
 class Admission:
-    """why_dead: why no request is served now, or None. `adapters` and `processors` are the
-    worker's: a restart replaces them."""
+    """`dead`: why no request is served, for good or until a restart, which replaces `worker` and
+    its `adapters`."""
 
     def __init__(
         self,
@@ -34,14 +33,13 @@ class Admission:
         input_processor: InputProcessor,
         live: LiveRequests,
         steps: EngineSteps,
-        why_dead: Callable[[], str | None],
         adapters: AdapterManager | None,
-        processors: LogitsProcessors,
+        worker: Worker,
     ) -> None:
-        self.adapters, self.processors = adapters, processors
+        self.dead: str | None = None
+        self.adapters, self.worker = adapters, worker
         self._config, self._input_processor = config, input_processor
         self._live, self._steps = live, steps
-        self._why_dead = why_dead
 
     @property
     def lora(self) -> AdapterManager:
@@ -79,15 +77,15 @@ class Admission:
 
     def _check_open(self, request_id: str, num_tokens: int = 0) -> None:
         """Raises `EngineDeadError`, `QueueFullError`."""
-        if (reason := self._why_dead()) is not None:
-            raise EngineDeadError(reason)
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
         self._live.check_room(request_id, num_tokens)
 
     def _add(self, request: Request, sink: Sink, text_sink: TextSink | None) -> None:
         """Raises `InvalidRequestError`, also if a request with this id is live."""
         params = request.sampling_params
         if self._config.logits_processors:
-            request.batch_processors = self.processors.needed_by(params)
+            request.batch_processors = self.worker.processors.needed_by(params)
         if params.use_beam_search:
             seq_ids = list(islice(self._input_processor.seq_ids, params.num_sequences))
             record = partial(self._steps.record, None)

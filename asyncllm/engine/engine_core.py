@@ -18,7 +18,6 @@ from typing import Any
 from asyncllm.config import EngineConfig
 from asyncllm.engine.adapters import AdapterManager
 from asyncllm.engine.admission import Admission
-from asyncllm.engine.arrival import Submission
 from asyncllm.engine.chunk_policy import ChunkPolicy
 from asyncllm.engine.core import Replica, Restarts
 from asyncllm.engine.data_parallel.peers import Peers, SharedAdapterStore
@@ -87,12 +86,10 @@ class EngineCore:
         else:
             patience = config.distributed_timeout_seconds
             self.steps = LockstepEngineSteps(peers.lockstep, patience, *parts, later=later)
-        self.dead: str | None = None  # why no request is served, for good or until a restart
         self.admission = Admission(
-            *(config, input_processor, self.live, self.steps, lambda: self.dead),
-            self._new_adapters(worker),
-            worker.processors,
+            config, input_processor, self.live, self.steps, self._new_adapters(worker), worker
         )
+        self.submit = self.admission.submit
         self.changed: Callable[[bool], object] = lambda is_up: None  # called at a restart
         self._reload, self._restarts = reload, Restarts()
         self._closing: asyncio.Task[None] | None = None  # closes the worker
@@ -101,10 +98,6 @@ class EngineCore:
         self._watch_ranks()
 
     # --- requests ----------------------------------------------------------------------------
-
-    async def submit(self, given: Submission) -> None:
-        """See `Admission.submit`."""
-        await self.admission.submit(given)
 
     def abort(self, request_id: str, cause: AbortCause) -> None:
         if self.live.abort(request_id, cause):
@@ -125,7 +118,7 @@ class EngineCore:
         """The settings that the start chose, and the seconds of its phases. Raises
         `EngineDeadError` during a restart."""
         if self._closing is not None:
-            raise EngineDeadError(str(self.dead))
+            raise EngineDeadError(str(self.admission.dead))
         config, worker = self._config, self.worker
         return {
             "model": str(config.model.path),
@@ -145,7 +138,7 @@ class EngineCore:
 
     def health(self) -> str | None:
         """None if requests are served, else the reason why not."""
-        return self.dead or self.watchdog.stalled
+        return self.admission.dead or self.watchdog.stalled
 
     def stats(self) -> SchedulerStats:
         return self.live.scheduler.stats()
@@ -178,7 +171,7 @@ class EngineCore:
     # --- its task ----------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        while self.dead is None:
+        while self.admission.dead is None:
             try:
                 if isinstance(self.steps, LockstepEngineSteps):
                     await self._run_in_lockstep(self.steps)
@@ -228,7 +221,7 @@ class EngineCore:
     def _die(self, reason: str) -> None:
         if not self.failed.done():
             logger.critical("%s", reason)
-            self.dead = reason
+            self.admission.dead = reason
             self.live.fail_all(reason)
             self.failed.set_result(reason)
 
@@ -246,15 +239,15 @@ class EngineCore:
 
     def _lose_rank(self, reason: str) -> None:
         """A rank is lost, and with it its shard of all pages: end all requests, then restart."""
-        if self.dead is not None:
+        if self.admission.dead is not None:
             return
         self._task.cancel()
         if self._reload is None or not self._restarts.may_start():
             self._die(reason)
             return
         logger.error("%s; the ranks are started again", reason)
-        self.dead = f"{reason}; the ranks are being started again"
-        self.live.fail_all(self.dead)
+        self.admission.dead = f"{reason}; the ranks are being started again"
+        self.live.fail_all(self.admission.dead)
         self.changed(False)
         self._task = asyncio.create_task(self._restart(self._task, self._reload, reason))
 
@@ -272,7 +265,7 @@ class EngineCore:
             self._die(f"{reason}; and then: {error}")
             return
         logger.warning("all ranks serve again")
-        self.dead = None
+        self.admission.dead = None
         self.changed(True)
         await self._run()
 
@@ -281,7 +274,7 @@ class EngineCore:
         files are no longer there. Raises `ValueError` if its context window is smaller than the one
         that clients know."""
         self.worker = self.steps.worker = worker
-        self.admission.processors = worker.processors
+        self.admission.worker = worker
         self.work, self._closing = worker.work, None
         if worker.memory.max_model_len < self.input_processor.max_model_len:
             raise ValueError(f"its max_model_len is {worker.memory.max_model_len}")
@@ -316,12 +309,12 @@ class EngineCore:
         return new_scheduler(self._config, memory, self.chunk_policy, swap_cost, totals)
 
     async def close(self) -> None:
-        self.dead = "the engine is closed"
+        self.admission.dead = "the engine is closed"
         self._task.cancel()
         await asyncio.wait([self._task])
         if self._peers is not None:
             self._peers.close()
-        self.live.fail_all(self.dead)
+        self.live.fail_all(self.admission.dead)
         self.steps.record(None)
         if self.adapters is not None:
             await self.adapters.close()

@@ -169,7 +169,7 @@ def test_a_lost_device_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> Non
             assert isinstance(first, EngineCore) and isinstance(second, EngineCore)
             for name in ("launch", "drain"):
                 monkeypatch.setattr(first.worker, name, lost)
-            await until(lambda: first.dead)
+            await until(first.health)
             engine.abort(["r0", "r1", "r2", "r3"])
             ended = await asyncio.gather(*tasks, return_exceptions=True)
             assert Counter(type(end) for end in ended) == {RequestFailedError: 2, str: 2}

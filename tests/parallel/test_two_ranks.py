@@ -132,7 +132,7 @@ def test_two_engines_of_ranks_in_one_program() -> None:
             "pipeline_parallel_size 8 is more than num_hidden_layers 7",
         ),
         ({"tensor_parallel_size": 9, "pipeline_parallel_size": 9}, "is over 64"),
-        ({"enable_expert_parallel": True}, "needs a tensor_parallel_size above 1"),
+        ({"enable_expert_parallel": True}, "needs a tensor_parallel_size or data_parallel_size"),
         ({"tensor_parallel_size": 2, "distributed_timeout_seconds": 0}, "must be above 0, got 0"),
     ],
 )
