@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,9 +13,17 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig
 
+from asyncllm.kernels import persistent_decode
 from asyncllm.kernels.balanced_decode import shape_definitions
-from asyncllm.kernels.declaration import DenseShape
-from asyncllm.kernels.persistent_decode import FORMATS, WIDE, definitions
+from asyncllm.kernels.declaration import DenseShape, Start
+from asyncllm.kernels.persistent_decode import (
+    FORMATS,
+    KERNEL,
+    PLAIN,
+    RUN_ON_GPU,
+    WIDE,
+    definitions,
+)
 from asyncllm.kernels.quant_gemm.words import to_words
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.decoder import DenseDecoder
@@ -145,3 +153,25 @@ def test_a_step_that_waits_in_vain_fails_its_rows_and_no_later_one(
     step = quantized_case("INT4", WIDE_CONFIG, tmp_path, [90, 4])
     flags = flags_of(step.quantized, "INT4", WIDE)
     check_waiting(step, compiled(flags), compile_impatient(tmp_path, flags))
+
+
+@pytest.mark.parametrize("weights", [PLAIN, *FORMATS.values(), None])
+def test_a_start_leaves_what_has_not_run_on_a_gpu_to_the_layers(
+    weights: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(persistent_decode, "num_sms", lambda device: 30)
+    config = case(WIDE_CONFIG, tmp_path, [1]).config
+    model = build_model(config, torch.bfloat16, torch.device("meta"), TorchOps(), MAX_LEN)
+    start = Start(
+        **dict.fromkeys((field.name for field in fields(Start)), cast(Any, None))
+        | {
+            "free_decode_sizes": [1],
+            "dense_weights": weights,
+            "sizes": DenseShape.of(config),
+            "layers": model.attention_layers,
+            "kv_dtype": torch.bfloat16,
+            "block_size": BLOCK_SIZE,
+        }
+    )
+    found = KERNEL.definitions_for(start)
+    assert (found is not None) == (weights in RUN_ON_GPU)
