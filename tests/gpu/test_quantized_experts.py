@@ -17,12 +17,14 @@ from asyncllm.models.layers.experts_method import ExpertsShape
 from asyncllm.models.layers.linear_method import Weights
 from asyncllm.models.layers.torch_ops import grouped_experts
 from asyncllm.models.quantization.cpu_experts import PRODUCTS, CpuExperts
-from asyncllm.models.quantization.cuda_experts import CudaExperts
-from asyncllm.models.quantization.cuda_kernel import CudaQuantKernel
 from asyncllm.models.quantization.mxfp4_files import SCHEME as MXFP4
 from asyncllm.models.quantization.scheme import Scheme, quantize
 
 pytest.importorskip("triton", reason="Triton is not installed")
+
+from asyncllm.models.quantization.cuda_experts import CudaExperts
+from asyncllm.models.quantization.cuda_kernel import CudaQuantKernel
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
     pytest.mark.gpu,
