@@ -144,7 +144,7 @@ class StepCaptures:
         """Do one of the captures left for idle times. Blocks for 10 to 20 ms.
 
         All ranks do it, because their steps must be padded to the same sizes. If one of them has no
-        room left, none captures any more.
+        room left, none captures any more; if a capture fails nevertheless, that ends the group.
         """
         device = self._runner.inputs.token_ids.device
         if self._config.mesh.size > 1 and self._agree(int(has_room(device))) == 0:
@@ -154,6 +154,8 @@ class StepCaptures:
         try:
             self._pending.popleft()()  # removed even if it raises, so not tried again
         except torch.cuda.OutOfMemoryError as error:  # the next larger graph serves as well
+            if self._config.mesh.size > 1:
+                raise
             logger.warning("no memory for %d more graphs: %s", len(self._pending) + 1, error)
             self._pending.clear()
 

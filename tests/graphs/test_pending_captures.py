@@ -44,19 +44,33 @@ def test_few_are_captured_first() -> None:
     assert first_sizes(default_sizes(256)) == [256, 128, 64, 32, 16, 8, 4, 2, 1]
 
 
+def captures_of_two_ranks(least_room: int) -> StepCaptures:
+    """least_room: what the ranks agree on."""
+    config = replace(EngineArgs().create_engine_config(), mesh=MeshConfig(2))
+    inputs = SimpleNamespace(clear=None, token_ids=torch.zeros(1))
+    runner: Any = SimpleNamespace(inputs=inputs)
+    return StepCaptures(config, runner, lambda: None, lambda own: least_room, progress=False)
+
+
 @pytest.mark.parametrize("all_have_room", [True, False])
 def test_ranks_capture_later_sizes_where_all_have_room(all_have_room: bool) -> None:
     """One without memory would pad steps to another size than the others."""
     found: list[int] = []
-    config = replace(EngineArgs().create_engine_config(), mesh=MeshConfig(2))
-    inputs = SimpleNamespace(clear=None, token_ids=torch.zeros(1))
-    runner: Any = SimpleNamespace(inputs=inputs)
-    least = int(all_have_room)
-    captures = StepCaptures(config, runner, lambda: None, lambda own: least, progress=False)
+    captures = captures_of_two_ranks(int(all_have_room))
     captures._capture(found.append, (1, 2, 4, 8, 12, 16), "decode")
     assert found == [16, 8, 4, 2, 1] and len(captures) == 1
     captures.capture_one()
     assert found == [16, 8, 4, 2, 1, *([12] if all_have_room else [])] and not captures
+
+
+def test_a_rank_without_memory_does_not_go_on_with_other_sizes() -> None:
+    def capture() -> None:
+        raise torch.cuda.OutOfMemoryError("full")
+
+    captures = captures_of_two_ranks(1)
+    captures._pending.append(capture)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        captures.capture_one()
 
 
 def test_a_capture_that_raises_is_not_tried_again() -> None:

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -58,6 +59,65 @@ def test_on_the_event_loop(tokenizer: Tokenizer, with_signal: None) -> None:
 
     uvloop.run(test())
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+class Callback:
+    """A weak reference's callback, in which exceptions are dropped, takes this long."""
+
+    def __init__(self, seconds: float) -> None:
+        class Referent:
+            pass
+
+        referent = Referent()
+        self._reference = weakref.ref(referent, lambda _: self._wait(seconds))
+
+    @staticmethod
+    def _wait(seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            pass
+
+
+@pytest.fixture
+def dropped(monkeypatch: pytest.MonkeyPatch) -> list[type[BaseException] | None]:
+    """The exceptions that were raised where nobody can catch them."""
+    found: list[type[BaseException] | None] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: found.append(error.exc_type))
+    return found
+
+
+def test_a_deadline_that_a_callback_swallows_comes_again(
+    with_signal: None, dropped: list[type[BaseException] | None]
+) -> None:
+    def render() -> None:
+        Callback(0.3)
+        while True:
+            pass
+
+    with pytest.raises(render_limit.RenderTimeoutError):
+        render_limit.limited(render)
+    assert dropped == [render_limit.RenderTimeoutError]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_in_a_thread_too(
+    monkeypatch: pytest.MonkeyPatch, dropped: list[type[BaseException] | None], ends: bool
+) -> None:
+    monkeypatch.setattr(render_limit, "THREAD_SECONDS", 0.2)
+
+    def render() -> None:
+        Callback(0.4)
+        while not ends:
+            pass
+
+    def work() -> int:
+        with pytest.raises(render_limit.RenderTimeoutError):
+            render_limit.limited(render)
+        return sum(range(1000))
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(work).result(timeout=60) == 499_500
+    assert dropped == [render_limit.RenderTimeoutError]
 
 
 def test_after_one_that_was_too_slow_less_time_is_given(

@@ -3,7 +3,8 @@
 On the main thread, where a server's event loop runs, the signal of a timer interrupts rendering, if
 `serve` has installed the handler (an engine inside an application installs none). In another thread
 an exception is injected. Both take effect only between two instructions of Python code: a long call
-into C, such as a huge multiplication of a string, is not interrupted.
+into C, such as a huge multiplication of a string, is not interrupted. Both come again, because an
+exception that is raised inside a weak reference's callback or a finaliser is dropped.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ T = TypeVar("T")
 LOOP_SECONDS = 1.0  # for chats below 8 KiB, which take under a millisecond
 NEXT_LOOP_SECONDS = 0.05  # after one was too slow, as each blocks all streams
 THREAD_SECONDS = 10.0  # for the largest chats, which take about 2 s
+AGAIN_SECONDS = 0.05  # between an exception and the next one
 
 
 class RenderTimeoutError(BaseException):
@@ -42,8 +44,9 @@ def install_signal() -> None:
 
 
 def _on_alarm(number: int, frame: FrameType | None) -> None:
-    if _Signal.is_armed:
-        _Signal.is_armed = False
+    """Raises `RenderTimeoutError` in what `limited` renders, but not in `limited` itself, which
+    must get to the end of its `finally`."""
+    if _Signal.is_armed and frame is not None and frame.f_code is not limited.__code__:
         _Signal.seconds = min(_Signal.seconds, NEXT_LOOP_SECONDS)
         raise RenderTimeoutError
 
@@ -55,7 +58,7 @@ def limited(render: Callable[[], T]) -> T:
     if not _Signal.is_installed:
         return render()
     _Signal.is_armed = True
-    signal.setitimer(signal.ITIMER_REAL, _Signal.seconds)
+    signal.setitimer(signal.ITIMER_REAL, _Signal.seconds, AGAIN_SECONDS)
     try:
         return render()
     finally:
@@ -64,48 +67,52 @@ def limited(render: Callable[[], T]) -> T:
 
 
 class _ThreadDeadline:
-    """Raises `RenderTimeoutError` once in the thread that created it, unless it is closed
-    before."""
+    """Raises `RenderTimeoutError` in the thread that creates it, twice, unless it is closed."""
 
     def __init__(self) -> None:
         self._thread_id = threading.get_ident()
         self._lock = threading.Lock()
-        self._is_open = True
+        self._closed = threading.Event()
         self._has_fired = False
-        self._timer = threading.Timer(THREAD_SECONDS, self._fire)
-        self._timer.daemon = True
-        self._timer.start()
+
+    def start(self) -> None:
+        threading.Thread(target=self._fire, daemon=True).start()
 
     def _fire(self) -> None:
-        with self._lock:
-            if self._is_open:
+        for seconds in (THREAD_SECONDS, AGAIN_SECONDS):
+            self._closed.wait(seconds)
+            with self._lock:
+                if self._closed.is_set():
+                    return
                 self._has_fired = True
                 _set_exception(self._thread_id, RenderTimeoutError)
 
     def close(self) -> None:
-        """Nothing is raised after this call; an exception that is pending is raised by it.
+        """Nothing is raised after this call. If an exception may be pending, it raises one.
 
         A pending exception must not be cancelled instead: CPython 3.11 would then check for it
         forever, and spin in a function that is being profiled.
         """
-        self._timer.cancel()
         with self._lock:
-            self._is_open = False
+            self._closed.set()
         while self._has_fired:
+            _set_exception(self._thread_id, RenderTimeoutError)
             time.sleep(0)
 
 
 def _limited_in_thread(render: Callable[[], T]) -> T:
     deadline = _ThreadDeadline()
     try:
-        result = render()
-    except RenderTimeoutError:  # it fires only once
-        raise
-    except BaseException:
+        try:
+            deadline.start()
+            return render()
+        finally:
+            deadline.close()
+    except RenderTimeoutError:
+        # One that came before the first call had closed it. There are two at most, so that what is
+        # raised by this call is the last.
         deadline.close()
         raise
-    deadline.close()
-    return result
 
 
 _set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
