@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import pytest
 
 from asyncllm import LoRARequest
 from asyncllm.engine.data_parallel import remote, wire
+from asyncllm.engine.data_parallel.group import EngineGroup
 from asyncllm.engine.data_parallel.remote import RemoteCore
+from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.stats import SchedulerStats
 from asyncllm.errors import EngineDeadError, LoRALoadError
@@ -23,6 +26,7 @@ class Process:
     """Is ready at once. answer: to a request to add an adapter; None: it ends instead."""
 
     answer: Callable[[wire.AddAdapter], wire.Done | None]
+    sent: list[wire.Message] = []  # noqa: RUF012 (of all of them)
 
     def __init__(self, _: Any, received: Callable[[wire.FromEngine], None]) -> None:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -32,6 +36,7 @@ class Process:
         """There is no process."""
 
     def send(self, message: wire.Message) -> None:
+        self.sent.append(message)
         if isinstance(message, wire.Start):
             self._received(wire.Ready({}, 1, SchedulerStats()))
         elif isinstance(message, wire.AddAdapter):
@@ -91,5 +96,99 @@ def test_a_process_that_is_lost_while_it_reads_adapters_again(
         with pytest.raises(EngineDeadError, match="engine 0: it ended"):
             await engine.start(None)
         assert engine.lora.requests == ADAPTERS[:1]
+
+    run(main())
+
+
+def test_adapters_of_an_engine_that_is_down_are_loaded_when_it_is_up(
+    core: Callable[[], RemoteCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is added, pinned and removed meanwhile is answered at once, and sent to nobody."""
+    sent: list[wire.Message] = []
+    monkeypatch.setattr(Process, "sent", sent, raising=False)
+
+    async def main() -> None:
+        engine = core()
+        await engine.start(None)
+        engine.serve()
+        await engine.lora.add(ADAPTERS[1])
+        engine.lose("it ended")
+        sent.clear()
+        await asyncio.wait_for(engine.lora.add(ADAPTERS[0]), 1)
+        engine.lora.pin("kept")
+        assert engine.lora.remove("gone")
+        engine.reset_prefix_cache()
+        assert not sent
+        await engine.start(None)
+        _, added, pinned = sent
+        assert isinstance(added, wire.AddAdapter) and added.adapter.name == "kept"
+        assert pinned == wire.PinAdapter("kept")
+        assert engine.lora.requests == ADAPTERS[:1]
+
+    run(main())
+
+
+def test_an_engine_that_is_lost_before_it_answers_is_down_as_well(
+    core: Callable[[], RemoteCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        engine = core()
+        await engine.start(None)
+        engine.serve()
+        monkeypatch.setattr(Process, "answer", staticmethod(lambda _: None))
+        adding = asyncio.create_task(engine.lora.add(ADAPTERS[0]))
+        await asyncio.sleep(0)
+        engine.lose("it ended")
+        await asyncio.wait_for(adding, 1)
+        assert engine.lora.find("kept") == ADAPTERS[0]
+
+    run(main())
+
+
+def test_a_start_that_fails_leaves_nobody_waiting(
+    core: Callable[[], RemoteCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        engine = core()
+        await engine.start(None)
+        await engine.lora.add(ADAPTERS[0])
+        engine.lose("it ended")
+        monkeypatch.setattr(Process, "answer", staticmethod(lambda _: None))
+        start = asyncio.create_task(engine.start(None))
+        await asyncio.sleep(0)
+        adding = asyncio.create_task(engine.lora.add(ADAPTERS[1]))
+        with pytest.raises(EngineDeadError, match="it ended"):
+            await start
+        engine.fail("it cannot be started again")
+        await asyncio.wait_for(adding, 1)
+
+    run(main())
+
+
+def test_the_engines_that_are_up_say_what_is_wrong_with_an_adapter(
+    core: Callable[[], RemoteCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the first one, which is down: it has an adapter once it is up, and none that is bad."""
+    bad = LoRALoadError("/gone: missing")
+
+    def answer(asked: wire.AddAdapter) -> wire.Done:
+        is_bad = asked.adapter.request == ADAPTERS[1]
+        return wire.Done(asked.number, wire.Error.of(bad) if is_bad else None)
+
+    async def main() -> None:
+        monkeypatch.setattr(Process, "answer", staticmethod(answer))
+        engines = [core(), core()]
+        for each in engines:
+            await each.start(None)
+            each.serve()
+        group = EngineGroup(engines, cast(InputProcessor, None), 1)
+        engines[0].lose("it ended")
+        for each in ADAPTERS[:1], ADAPTERS[1:]:
+            with nullcontext() if each == ADAPTERS[:1] else pytest.raises(LoRALoadError):
+                await asyncio.wait_for(group.lora.add(*each), 1)
+        assert group.lora.requests == engines[0].lora.requests == ADAPTERS[:1]
+        engines[1].lose("it ended, too")
+        with pytest.raises(EngineDeadError, match="engine 1: its process was lost: it ended, too"):
+            await group.lora.add(ADAPTERS[1])
 
     run(main())

@@ -6,18 +6,23 @@ import asyncio
 from collections.abc import Sequence
 
 from asyncllm.engine.core import Adapters
+from asyncllm.errors import EngineDeadError
 from asyncllm.lora import LoRARequest
 
 
 class GroupAdapters:
     """Implements `Adapters` over those of the engines, one at least."""
 
-    def __init__(self, members: Sequence[Adapters]) -> None:
-        self._members = members
+    def __init__(self, members: Sequence[Adapters], down: str | None) -> None:
+        """members: those of engines that serve come first. down: why none does."""
+        self._members, self._down = members, down
 
     async def add(self, request: LoRARequest, *, reload: bool = False) -> None:
         """To all, or to none: where one refuses a new name, it is removed from those that took it.
-        What is wrong with the files, the first of them says before the others change."""
+        What is wrong with the files, the first of them says before the others change. An engine
+        that is down loads it when it is up again. Raises `EngineDeadError` where all are."""
+        if self._down is not None:
+            raise EngineDeadError(self._down)
         known = self.find(request.lora_name)
         first, *others = self._members
         await first.add(request, reload=reload)

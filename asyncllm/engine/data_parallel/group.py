@@ -150,7 +150,8 @@ class EngineGroup:
 
     @property
     def lora(self) -> Adapters:
-        return GroupAdapters([member.lora for member in self.members])
+        members = sorted(self.members, key=lambda member: member.health() is not None)
+        return GroupAdapters([member.lora for member in members], self.health())
 
     @property
     def adapters(self) -> Adapters | None:

@@ -103,7 +103,7 @@ class RemoteCore:
         self._stats, self._beat = SchedulerStats(), None
         self.changed(False)
         if self.adapters is not None:
-            self.adapters.lost(why)
+            self.adapters.lost()
         self._requests.lose(why)
 
     def serve(self) -> None:
@@ -114,6 +114,8 @@ class RemoteCore:
     def fail(self, why: str) -> None:
         """Fail for good."""
         self._down = why
+        if self.adapters is not None:  # it may have served again already, for a moment
+            self.adapters.lost()
         self.failed.set_result(why)
 
     async def close(self) -> None:
@@ -237,4 +239,5 @@ class RemoteCore:
         self._requests.check_idle()
 
     def reset_prefix_cache(self) -> None:
-        self._send(wire.ResetPrefixCache())
+        if self._down is None:  # else it has none, or will have an empty one
+            self._send(wire.ResetPrefixCache())

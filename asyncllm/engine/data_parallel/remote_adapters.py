@@ -15,10 +15,12 @@ logger = logging.getLogger("asyncllm")
 
 
 class RemoteAdapters:
-    """Implements `Adapters`."""
+    """Implements `Adapters`. While the engine is down, what is asked is only noted, and done by
+    `restore`."""
 
     def __init__(self, send: Callable[[wire.Message], None]) -> None:
-        self._send = send
+        self._tell = send
+        self._is_up = False  # between `restore` and `lost`
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._requests: dict[str, LoRARequest] = {}
@@ -28,14 +30,22 @@ class RemoteAdapters:
 
     async def add(self, request: LoRARequest, *, reload: bool = False) -> None:
         """Raises `LoRALoadError`, and then nothing has changed."""
+        if self._is_up:
+            await self._ask(request, reload=reload)
+        self._requests[request.lora_name] = request
+
+    async def _ask(self, request: LoRARequest, *, reload: bool) -> None:
         number = next(self._numbers)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._send(wire.AddAdapter(number, wire.Adapter.of(request), reload))
         try:
+            self._tell(wire.AddAdapter(number, wire.Adapter.of(request), reload))
             await answer
         finally:
             del self._waiting[number]
-        self._requests[request.lora_name] = request
+
+    def _send(self, message: wire.Message) -> None:
+        if self._is_up:
+            self._tell(message)
 
     def done(self, number: int, error: wire.Error | None) -> None:
         answer = self._waiting.get(number)
@@ -46,22 +56,25 @@ class RemoteAdapters:
         else:
             answer.set_exception(error.error)
 
-    def lost(self, why: str) -> None:
-        """The engine's process has ended: nobody answers."""
+    def lost(self) -> None:
+        """The engine is down: what it has not answered is noted as well."""
+        self._is_up = False
         for answer in self._waiting.values():
             if not answer.done():
-                answer.set_exception(LoRALoadError(why))
+                answer.set_result(None)
         self.running, self.waiting = [], []
 
     async def restore(self) -> None:
-        """In a process that was started again. Forgets those whose files are no longer there."""
+        """In a process that was started. Forgets those whose files are no longer there."""
+        self._is_up = True
         for request in self.requests:
+            if self.find(request.lora_name) != request:  # removed or replaced meanwhile
+                continue
             try:
-                await self.add(request)
+                await self._ask(request, reload=False)
             except LoRALoadError as error:  # of one adapter: the engine serves without it
                 logger.error("adapter %s is not loaded again: %s", request.lora_name, error)
-                del self._requests[request.lora_name]
-                self._pinned.discard(request.lora_name)
+                self.remove(request.lora_name)
         for name in self._pinned:
             self._send(wire.PinAdapter(name))
 
