@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import socket
-from typing import Any
+from typing import Any, cast
 
 import msgspec
+import numpy as np
 import pytest
 
+from asyncllm.engine.arrival import Arrival, Submission
 from asyncllm.engine.data_parallel import wire
 from asyncllm.engine.data_parallel.connection import Connection
+from asyncllm.engine.data_parallel.process import EngineServer
+from asyncllm.engine.data_parallel.remote_requests import RemoteRequests
+from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.stats import IterationStats, SchedulerStats, StepRecord
 from asyncllm.engine.text.prompt import ParsedPrompt
 from asyncllm.errors import (
@@ -21,7 +27,7 @@ from asyncllm.errors import (
     RequestFailedError,
     UnsupportedModelError,
 )
-from asyncllm.frames import LENGTH, MAX_FRAME_BYTES, frame
+from asyncllm.frames import LENGTH, MAX_FRAME_BYTES, Frames, frame
 from asyncllm.sampling_params import RequestOutputKind, SamplingParams
 from asyncllm.step_plan import StepKind
 from asyncllm.structured_outputs import ReasoningMarkers, StructuredOutputsParams
@@ -70,6 +76,76 @@ def test_functions_are_refused_by_name() -> None:
     with pytest.raises(InvalidRequestError, match="data_parallel_backend uni") as refused:
         wire.params_to_wire(params)
     assert refused.value.param == "logits_processors"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("extra_args", {"x": object()}),
+        ("extra_args", {"x": 1 << 70}),
+        ("temperature", np.float64(0.5)),
+        ("stop", ["\ud800"]),
+    ],
+)
+def test_values_that_have_no_encoding_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{name} cannot be sent") as refused:
+        wire.params_to_wire(SamplingParams(**{name: value}))
+    assert refused.value.param == name
+
+
+def test_what_cannot_be_encoded_is_its_senders_alone() -> None:
+    """All that others send in the same turn of the loop arrives."""
+
+    async def main() -> None:
+        connection, other = await connected()
+        connection.send(wire.Abort("a", "disconnect"))
+        with pytest.raises(UnicodeEncodeError):
+            connection.send(wire.Abort("\ud800", "disconnect"))
+        connection.send(wire.Abort("b", "disconnect"))
+        await asyncio.sleep(0)
+        (body,) = Frames().feed(other.recv(1 << 10))
+        came = msgspec.msgpack.decode(body, type=list[wire.ToEngine])
+        assert [each.request_id for each in came] == ["a", "b"]
+        connection.close()
+        other.close()
+
+    run(main())
+
+
+def test_a_request_that_cannot_be_encoded_is_refused() -> None:
+    def send(message: wire.Message) -> None:
+        msgspec.msgpack.encode(message)
+
+    async def main() -> None:
+        requests = RemoteRequests(0, cast(Recorder, None), send)
+        given = Submission(Arrival("\ud800", {}), [1], None, lambda _: None, None, 0, None, None)
+        with pytest.raises(InvalidRequestError, match="cannot be sent"):
+            await requests.submit(given, SamplingParams())
+        requests.check_idle()
+
+    run(main())
+
+
+def test_an_engine_hears_nothing_before_it_is_ready(caplog: pytest.LogCaptureFixture) -> None:
+    """Not even in the same piece as its start; and it goes on."""
+
+    async def main() -> None:
+        server = EngineServer()
+        early: list[wire.Message] = [
+            wire.ResetPrefixCache(),
+            wire.RemoveAdapter("a"),
+            wire.PinAdapter("a"),
+            wire.Abort("r", "disconnect"),
+        ]
+        start = wire.Start({"no such": 1}, 0, logging.WARNING)
+        server.connection.data_received(frame(msgspec.msgpack.encode([start, *early])))
+        assert caplog.text.count("came before the engine was ready") == len(early)
+        assert not server.ended.done()
+        await server.ended  # by its start, which fails
+        assert "TypeError" in caplog.text and "Traceback" in caplog.text
+        await server.close()
+
+    run(main())
 
 
 def test_errors_keep_their_kind_or_the_one_above() -> None:

@@ -24,7 +24,7 @@ class Connection(asyncio.Protocol):
         self._lost = lost
         self._frames = Frames()
         self._transport: asyncio.Transport | None = None
-        self._unsent: list[Message] = []
+        self._unsent: list[msgspec.Raw] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
@@ -41,10 +41,12 @@ class Connection(asyncio.Protocol):
         self._end("its connection is closed" if error is None else str(error))
 
     def send(self, message: Message) -> None:
-        """With all others of this turn of the loop, in one frame. Without effect after the end."""
+        """With all others of this turn of the loop, in one frame. Without effect after the end.
+        Raises for what cannot be encoded, and sends the others."""
+        encoded = msgspec.Raw(self._encoder.encode(message))
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self.flush)
-        self._unsent.append(message)
+        self._unsent.append(encoded)
 
     def flush(self) -> None:
         unsent, self._unsent = self._unsent, []

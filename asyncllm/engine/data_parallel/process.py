@@ -19,7 +19,10 @@ from asyncllm.engine.data_parallel import wire
 from asyncllm.engine.data_parallel.connection import Connection
 from asyncllm.engine.data_parallel.links import EngineLink
 from asyncllm.engine.stats import IterationStats, SchedulerStats
+from asyncllm.errors import EngineDeadError
 from asyncllm.outputs import RequestOutput
+
+logger = logging.getLogger("asyncllm")
 
 BEAT_SECONDS = 1.0
 MAX_PAGE_CELLS = 1024
@@ -33,12 +36,19 @@ class EngineServer:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.connection = Connection(wire.ToEngine, self._received, self._lost)
         self._engine: AsyncLLMEngine | None = None
+        self._is_ready = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- messages ----------------------------------------------------------------------------
 
     def _received(self, message: wire.ToEngine) -> None:
         match message:
+            case wire.Start():
+                self._spawn(self._start(message))
+            case wire.Close():
+                self._end()
+            case _ if not self._is_ready:
+                logger.error("%s came before the engine was ready", type(message).__name__)
             case wire.Submit():
                 self._spawn(self._submit(message))
             case wire.Abort(request_id, cause):
@@ -51,10 +61,6 @@ class EngineServer:
                 self._spawn(self.engine.pin_lora(name))
             case wire.ResetPrefixCache():
                 self.engine.reset_prefix_cache()
-            case wire.Start():
-                self._spawn(self._start(message))
-            case wire.Close():
-                self._end()
 
     def _lost(self, why: str) -> None:
         """Nobody wants anything any more."""
@@ -92,11 +98,12 @@ class EngineServer:
         gc.collect()
         gc.freeze()
         gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
+        self._is_ready = True
         engine.stat_loggers.append(self)
         stats = engine.stats()
         self.connection.send(wire.Ready(engine.startup, engine.max_model_len, stats))
         self._spawn(self._beat(max(-(-stats.num_pages // MAX_PAGE_CELLS), 1)))
-        self._fail(RuntimeError(await engine.wait_failed()))
+        self._fail(EngineDeadError(await engine.wait_failed()))
 
     def _fail(self, error: Exception) -> None:
         self.connection.send(wire.Failed(wire.Error.of(error)))

@@ -46,17 +46,19 @@ class RemoteRequests:
         name, parsed = given.arrival.request_id, parse_prompt(given.prompt)
         if name in self._live:
             raise InvalidRequestError(f"request_id {name!r} is in use", "request_id")
-        self._send(
-            wire.Submit(
-                name,
-                parsed,
-                wire.params_to_wire(params),
-                given.priority,
-                given.cache_salt,
-                None if given.lora_request is None else wire.Adapter.of(given.lora_request),
-                given.text_sink is not None,
-            )
+        message = wire.Submit(
+            name,
+            parsed,
+            wire.params_to_wire(params),
+            given.priority,
+            given.cache_salt,
+            None if given.lora_request is None else wire.Adapter.of(given.lora_request),
+            given.text_sink is not None,
         )
+        try:
+            self._send(message)
+        except wire.UNENCODED as error:
+            raise InvalidRequestError(f"request {name!r} cannot be sent: {error}") from error
         live = self._live[name] = _Live(
             given,
             parsed.text,

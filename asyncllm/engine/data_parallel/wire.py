@@ -7,6 +7,7 @@ nothing that arrives is ever code. A request's prompt is sent once and never bac
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -36,6 +37,8 @@ from asyncllm.sampling_params import RequestOutputKind, SamplingParams
 from asyncllm.step_plan import StepKind
 from asyncllm.structured_outputs import ReasoningMarkers, StructuredOutputsParams
 
+logger = logging.getLogger("asyncllm")
+
 ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
@@ -43,6 +46,7 @@ ERRORS: dict[str, type[Exception]] = {
         OSError, QueueFullError, RequestFailedError, ValueError,
     )
 }  # fmt: skip
+UNENCODED = (TypeError, ValueError, OverflowError, RecursionError)  # raised for what is no message
 
 
 class Message(msgspec.Struct, array_like=True, tag=True, gc=False):
@@ -61,6 +65,7 @@ class Error(msgspec.Struct, array_like=True, frozen=True, gc=False):
         above = [base.__name__ for base in type(error).__mro__]
         kind, text = next((name for name in above if name in ERRORS), ""), str(error)
         if not kind:
+            logger.error("an unexpected error: the server gets its text alone", exc_info=error)
             kind, text = "RequestFailedError", f"{type(error).__name__}: {text}"
         return cls(kind, text, getattr(error, "param", None), getattr(error, "code", None))
 
@@ -240,15 +245,22 @@ FromEngine = Ready | Failed | Accepted | Output | Text | Record | Beat | Done
 
 
 def params_to_wire(params: SamplingParams) -> dict[str, Any]:
-    """Its fields that are no defaults. Raises `InvalidRequestError` for what is code."""
+    """Its fields that are no defaults, encoded. Raises `InvalidRequestError` for what is code, or
+    of a class that has no encoding."""
     if params.logits_processors:
         raise InvalidRequestError(
             "logits_processors are functions of this process: they need data_parallel_backend uni",
             "logits_processors",
         )
-    given = {f.name: getattr(params, f.name) for f in fields(params)}
-    defaults = {f.name: f.default for f in fields(params)}
-    return {name: value for name, value in given.items() if value != defaults[name]}
+    given: dict[str, Any] = {}
+    for name, default in ((f.name, f.default) for f in fields(params)):
+        if (value := getattr(params, name)) != default:
+            try:
+                given[name] = msgspec.Raw(msgspec.msgpack.encode(value))
+            except UNENCODED as error:
+                why = f"{name} cannot be sent to the engine's process: {error}"
+                raise InvalidRequestError(why, name) from error
+    return given
 
 
 def params_from_wire(given: dict[str, Any]) -> SamplingParams:
