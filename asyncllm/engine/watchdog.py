@@ -60,7 +60,11 @@ class Watchdog:
                 f"no step has finished for {self._patience:g} s with {self._num_live()} requests "
                 "in progress"
             )
-            logger.critical("%s; state dumped to %s", self.stalled, self._dump())
+            logger.critical("%s", self.stalled)
+            try:
+                logger.critical("its state is dumped to %s", self._dump())
+            except OSError as error:  # the stall is known without it, and its end must be seen
+                logger.error("its state cannot be dumped: %s", error)
 
     def _watch(self) -> None:
         while not self._closed.wait(INTERVAL_SECONDS):

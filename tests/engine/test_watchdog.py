@@ -54,6 +54,24 @@ def test_only_live_requests_without_steps_are_a_stall(
         asyncio.run(test())
 
 
+def test_a_dump_that_cannot_be_written_does_not_end_the_watch(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    monkeypatch.setattr(watchdog, "INTERVAL_SECONDS", 0.001)
+
+    async def test() -> None:
+        dog = Watchdog(0.001, lambda: 1, lambda: "")
+        await until(lambda: "its state cannot be dumped" in caplog.text)
+        assert dog.stalled is not None and dog.stalled in caplog.text
+        dog.step_done()
+        await until(lambda: "steps finish again" in caplog.text)
+        dog.close()
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(test())
+
+
 def test_a_step_that_hangs_makes_the_engine_unhealthy(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
