@@ -233,9 +233,12 @@ class BeamSearchClient:
 
     async def _deliver(self) -> None:
         """Send all tokens of the best beams to the output processor, a few per loop iteration."""
+        if self._is_over:  # aborted before this ran
+            return
         now = time.monotonic()
         ended = [beam for _, beam in self._search.ended]
-        for seq, beam in zip(self._request.sequences, ended, strict=True):
+        pairs = list(zip(self._request.sequences, ended, strict=True))  # an abort clears the first
+        for seq, beam in pairs:
             path = beam.path()
             self._finish(seq, [step.token_id for step in path])
             updates = [(seq, step.token_id, step.logprobs) for step in path]

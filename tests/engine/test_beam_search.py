@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,6 +23,8 @@ from asyncllm import (
     RequestOutput,
     SamplingParams,
 )
+from asyncllm.engine import beam_search
+from asyncllm.engine.beam_search import BeamSearchClient
 from tests.models.tiny_checkpoints import CONFIGS, VOCAB_SIZE, random_reference
 from tests.waiting import PATIENCE_SECONDS
 
@@ -219,6 +221,43 @@ def test_an_abort_frees_all_beams_at_once(reference: Reference) -> None:
             engine.check_idle()
             output = await searching
             assert [answer.finish_reason for answer in output.outputs] == ["abort", "abort"]
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("num_turns", [0, 1, 3, 4])
+def test_an_abort_while_the_answers_are_delivered(
+    num_turns: int, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first of them, or after some turns of the loop; the task of it just ends."""
+    deliveries: list[asyncio.Task[None]] = []
+    monkeypatch.setattr(beam_search, "TOKENS_PER_TURN", 2)
+
+    async def work() -> None:
+        engine = AsyncLLMEngine(str(reference.folder), skip_tokenizer_init=True, **ROOMY)
+        deliver = BeamSearchClient._deliver
+
+        async def noted(self: BeamSearchClient) -> None:
+            deliveries.append(cast(asyncio.Task[None], asyncio.current_task()))
+            if num_turns == 0:
+                engine.abort("searching")
+            else:
+                later(num_turns)
+            await deliver(self)
+
+        def later(turns: int) -> None:
+            again = partial(later, turns - 1) if turns > 1 else partial(engine.abort, "searching")
+            asyncio.get_running_loop().call_soon(again)
+
+        monkeypatch.setattr(BeamSearchClient, "_deliver", noted)
+        async with engine:
+            params = params_of("wide", max_tokens=7)
+            output = await engine.generate([1, 2, 3], params, "searching")
+            assert "abort" in {answer.finish_reason for answer in output.outputs}
+            (delivery,) = deliveries
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                await delivery  # raises nothing
+            engine.check_idle()
 
     asyncio.run(work())
 
