@@ -252,6 +252,11 @@ class EngineArgs:
             )
         device = flag_values.resolve_device(self.device)
         max_tokens = self.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS[device]
+        if max_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({max_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): each running sequence takes a token per step"
+            )
         resolved: dict[str, Any] = {
             "model": model,
             "tokenizer_path": self._tokenizer_path(path),

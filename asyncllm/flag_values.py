@@ -202,7 +202,7 @@ def decode_sizes(sizes: list[int] | None, max_num_seqs: int, num_stages: int) ->
         most = min(-(-max_num_seqs // num_stages), 512)
         sizes = [1, 2, 4, 8, 12, *range(16, 257, 8), *range(288, 513, 32)]
         sizes = [size for size in sizes if size < most] + [most]
-    if any(size < 1 or size > max_num_seqs for size in sizes):
+    if not sizes or any(size < 1 or size > max_num_seqs for size in sizes):
         raise ValueError(f"cuda_graph_sizes must be between 1 and max_num_seqs, got {sizes}")
     return tuple(sorted(set(sizes)))
 

@@ -77,3 +77,14 @@ def test_what_stands_for_a_type_is_taken() -> None:
     assert config.cuda_graph_sizes == (1, 2)
     assert config.swap_space_bytes == 2**30
     assert config.model.path == config.tokenizer_path
+
+
+def test_no_decode_size_to_capture_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"cuda_graph_sizes must be between 1 and .* got \[\]"):
+        EngineArgs(cuda_graph_sizes=[]).create_engine_config()
+
+
+def test_a_step_must_hold_a_token_of_every_sequence() -> None:
+    """It is refused before the model is loaded."""
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens \(7\) must be at least max_num"):
+        EngineArgs(max_num_seqs=8, max_num_batched_tokens=7).create_engine_config()

@@ -61,11 +61,7 @@ class Scheduler:
         swap_cost: in mode "auto"; None swaps whenever there is room.
         num_sets: the most running sets; each has at least one slot.
         """
-        if max_num_batched_tokens < max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({max_num_seqs}): each running sequence takes a token per step"
-            )
+        assert max_num_batched_tokens >= max_num_seqs, "running sequences take a token per step"
         self.blocks = blocks
         self.waiting = WaitingQueue(self._key)
         self._set_size = -(-max_num_seqs // num_sets)
