@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from asyncllm.errors import ModelLoadError, one_line
+from asyncllm.host import cache_folder
 
 SUFFIX = ".gguf"
 LINK = f"model{SUFFIX}"  # the link to the file in the folder
@@ -163,8 +164,7 @@ def unpack_gguf(file: Path) -> Path:
         raise ModelLoadError(f"{file}: needs the package gguf: pip install 'asyncllm[gguf]'")
     stat = file.stat()
     key = hashlib.sha256(f"{file}\n{stat.st_size}\n{stat.st_mtime_ns}".encode()).hexdigest()
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-    folder = cache / "asyncllm" / "gguf" / key
+    folder = cache_folder() / "gguf" / key
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)

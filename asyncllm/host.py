@@ -40,7 +40,7 @@ def memory_bytes() -> int:
 
 
 def cache_folder() -> Path:
-    """The folder for compiled kernels and autotuned GEMMs: $XDG_CACHE_HOME/asyncllm.
+    """The folder for compiled kernels, autotuned GEMMs, unpacked models: $XDG_CACHE_HOME/asyncllm.
 
     Raises `RuntimeError` without a home folder.
     """

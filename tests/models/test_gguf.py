@@ -19,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from asyncllm import LLM, SamplingParams
 from asyncllm.errors import ModelLoadError
-from asyncllm.gguf_file import LLAMA3, GGUFHeader
+from asyncllm.gguf_file import LLAMA3, GGUFHeader, unpack_gguf
 from asyncllm.model_config import BUILTIN_MODELS, ModelConfig, resolve_model_path
 from asyncllm.models.gguf_checkpoint import NAMES, PARTS, GGUFCheckpoint
 
@@ -269,3 +269,13 @@ def test_random_damage_and_every_early_end(small: bytes, tmp_path: Path) -> None
             damaged[rng.randrange(len(damaged))] = rng.randrange(256)
         file.write_bytes(damaged)
         refuse_or_read(file)
+
+
+def test_an_empty_cache_variable_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is in the user's cache then, not where the process happens to be."""
+    write_tiny(tmp_path / "m.gguf", gguf.GGMLQuantizationType.F32)
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert unpack_gguf(tmp_path / "m.gguf").is_relative_to(tmp_path / "home" / ".cache")
+    assert not (tmp_path / "asyncllm").exists()
