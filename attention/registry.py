@@ -37,7 +37,6 @@ def resolve_backend(
     if name == "auto":
         usable = device.type == "cuda" and importlib.util.find_spec("flashinfer") is not None
         if usable and is_fp8 and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
-            logger.warning("falling back to attention_backend torch, for an FP8 KV cache: slow")
             usable = False
         return "flashinfer" if usable else "torch"
     if name != "torch":

@@ -96,9 +96,10 @@ class Worker:
                 check_stages(config, kv_dtype)
             state_layout = StateLayout(model.state_layers)
         self.device = torch.device(config.device)
-        self.backend_name = resolve_backend(
-            config.attention_backend, self.device, is_fp8=config.kv_cache_dtype != config.dtype
-        )
+        wanted, is_fp8 = config.attention_backend, config.kv_cache_dtype != config.dtype
+        self.backend_name = resolve_backend(wanted, self.device, is_fp8=is_fp8)
+        if is_fp8 and self.backend_name != resolve_backend(wanted, self.device):
+            logger.warning("falling back to attention_backend torch, for an FP8 KV cache: slow")
         host_pages = begin_host_pages(config, layout, state_layout, self.device)
         early = KernelPrewarm(self.device)
         with self._phase("kernels"):
