@@ -108,7 +108,7 @@ class AdapterManager:
     @property
     def waiting(self) -> list[str]:
         """Names of those that requests wait for."""
-        return list(+self._asking)
+        return list(self._asking)
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class AdapterManager:
                 await self.add(request)
             return await self._acquire(request)
         finally:
-            self._asking[request.lora_name] -= 1
+            self._asking -= Counter({request.lora_name: 1})  # keeps no zero
 
     async def _acquire(self, request: LoRARequest) -> Adapter:
         adapter: Adapter | None = None

@@ -121,6 +121,7 @@ def test_random_worlds(
             await asyncio.sleep(0)
             asking -= {task for task in asking if task.done() and not _raised(task)}
         assert not manager.running and not manager.waiting
+        assert not manager._asking  # no entry of a name that nobody asks for
         manager.check_integrity()
 
     asyncio.run(asyncio.wait_for(world(), 60))
