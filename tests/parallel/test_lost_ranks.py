@@ -25,13 +25,13 @@ from typing import Any
 
 import pytest
 
-from asyncllm import AsyncLLMEngine, LoRARequest, RequestOutput, SamplingParams
+from asyncllm import AsyncLLMEngine, EngineArgs, LoRARequest, RequestOutput, SamplingParams
 from asyncllm.engine.core import MAX_RESTARTS
 from asyncllm.errors import EngineDeadError, ModelLoadError, RequestFailedError
 from asyncllm.model_config import resolve_model_path
 from asyncllm.worker.packed_step import padding_prompt
 from asyncllm.worker.ranks import group
-from asyncllm.worker.ranks.group import WorkerGroup
+from asyncllm.worker.ranks.group import RankLostError, WorkerGroup
 from asyncllm.worker.ranks.messages import Kind, encode
 from tests.engine.adapter_files import write_tiny_adapter
 from tests.parallel.engines import SMALL, Ask, expect_same, followers, greedy
@@ -179,6 +179,48 @@ def test_a_rank_that_is_told_of_a_step_twice() -> None:
             await expect_all_end(engine, "ValueError: message", comes_back=True)
 
     run(test())
+
+
+def test_a_rank_that_is_lost_while_another_thread_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks is told: an answer that is registered after the loss would never come."""
+    ranks = SimpleNamespace(host="127.0.0.1", start=dict, close=lambda: None, kill=lambda: None)
+    monkeypatch.setattr(group, "find_ranks", lambda config, is_cancelled: [ranks])
+    asking = WorkerGroup(EngineArgs("tiny", tensor_parallel_size=2).create_engine_config())
+    wait, asked = threading.Event(), threading.Event()
+
+    class Delayed:
+        """The lock, which the thread that asks gets late."""
+
+        def __init__(self, lock: Any) -> None:
+            self._lock = lock
+
+        def __enter__(self) -> None:
+            if threading.current_thread() is thread:
+                asked.set()
+                assert wait.wait(PATIENCE_SECONDS)
+            self._lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self._lock.release()
+
+    found: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            for answer in asking.ask(Kind.SYNC, 0):
+                answer.result(1)
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=ask)
+    asking._lock = Delayed(asking._lock)  # type: ignore[assignment]
+    thread.start()
+    assert asked.wait(PATIENCE_SECONDS)
+    asking._fail(1, "of this test")
+    wait.set()
+    thread.join()
+    assert [type(error) for error in found] == [RankLostError]
+    asking.close()
 
 
 def group_of(engine: AsyncLLMEngine) -> WorkerGroup:

@@ -78,8 +78,7 @@ class WorkerGroup:
         self._ranks = find_ranks(config, is_cancelled)
         self._mesh: CollectiveMesh | None = None
         self._num_sent = 0  # messages that are to be done in order
-        self._sending = threading.Lock()
-        self._failing = threading.Lock()
+        self._lock = threading.RLock()  # `_send` may find that a rank is lost
         self._asked = 0.0
         self.failure: str | None = None
         self._lost_rank: int | None = None
@@ -148,9 +147,9 @@ class WorkerGroup:
 
     def _send(self, kind: Kind, content: Message, answers: Mapping[int, Future[str]]) -> None:
         """answers: what ranks will answer."""
-        if self.failure is not None:
-            raise RankLostError(self.failure)
-        with self._sending:
+        with self._lock:
+            if self.failure is not None:  # who would answer?
+                raise RankLostError(self.failure)
             now = time.monotonic()
             for rank, progress in self._progress.items():
                 if progress.num_done == self._num_sent:  # it was idle until now
@@ -265,7 +264,7 @@ class WorkerGroup:
         }
 
     def _fail(self, rank: int | None, reason: str) -> None:
-        with self._failing:
+        with self._lock:
             if self.failure is not None:
                 return
             who = "the ranks" if rank is None else f"rank {rank}"
