@@ -39,7 +39,7 @@ class StagedRunner(ModelRunner):
 
     def run_padding(self, num_tokens: int) -> None:
         step = self.padding_prompt(num_tokens)
-        forwarded = self._begin(step, self.mixed.graph_shape(step))()
+        forwarded = self._begin_mixed(step, self.mixed.graph_shape(step))()
         if forwarded is not None and forwarded.tokens is None:
             self.mixed.sample(forwarded.logits)
 
@@ -78,6 +78,7 @@ class StagedRunner(ModelRunner):
     def _begin(self, step: PackedStep, graph: StepShape | None) -> Rest:
         self._move_pages(step)
         if step.has_prompts:
+            self.work.ran("mixed", step.shape.size, None if graph is None else graph.size)
             return self._begin_mixed(step, graph)
         return self._begin_decodes(step) if len(step.decode_slots) else _nothing
 
@@ -113,7 +114,6 @@ class StagedRunner(ModelRunner):
 
     def _begin_mixed(self, step: PackedStep, graph: StepShape | None) -> Rest:
         num_tokens = step.shape.size if graph is None else graph.size
-        self.work.ran("mixed", step.shape.size, None if graph is None else graph.size)
         self._stages.receive(num_tokens)
         extras = self._upload(step)
         residual = self.mixed.forward(step, graph)[:num_tokens]

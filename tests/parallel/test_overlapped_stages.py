@@ -33,6 +33,7 @@ def test_two_steps_of_disjoint_rows_are_begun_before_one_is_ended() -> None:
     async def test() -> None:
         async with AsyncLLMEngine("tiny", **TWO) as engine:
             assert engine._core is not None
+            assert not any(engine._core.work.steps.values())  # padding of the start is no step
             steps = engine._core.steps
             begun: list[set[int]] = []  # the sequences of the steps that are begun and not ended
             most, rows = 0, 0
