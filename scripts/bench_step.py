@@ -26,7 +26,6 @@ from model_shapes import step_bytes
 
 from asyncllm.config import EngineArgs, EngineConfig
 from asyncllm.graphs.decode_graphs import LAYERS
-from asyncllm.worker.ranks.messages import CaptureGraph
 from asyncllm.worker.worker import Worker
 
 REPEATS = 30
@@ -81,7 +80,7 @@ class Bench:
     def __init__(self, config: EngineConfig, context: int) -> None:
         self._worker = Worker(config)
         while self._worker.num_pending_graphs:
-            self._worker.command(CaptureGraph())
+            self._worker.capture_graph()
         self._runner = self._worker.runner
         self._state = self._runner._state
         self._context = context

@@ -27,7 +27,6 @@ from asyncllm.step_plan import StepPlan
 from asyncllm.types import LaunchedStep, StepResult
 from asyncllm.worker.executor import HostStep
 from asyncllm.worker.packed_step import NO_ROWS
-from asyncllm.worker.ranks.messages import CaptureGraph
 from asyncllm.worker.worker import Worker
 
 logger = logging.getLogger("asyncllm")
@@ -221,7 +220,7 @@ class EngineSteps:
         while self.worker.num_pending_graphs:
             if not await self._is_quiet_for(patience):
                 return False
-            self.worker.command(CaptureGraph())
+            self.worker.capture_graph()
             patience = PAUSE_SECONDS
         while self._later:
             if not await self._is_quiet_for(LONG_QUIET_SECONDS):

@@ -23,7 +23,6 @@ from asyncllm.types import (
     SequenceStatus,
     StepResult,
 )
-from asyncllm.worker.ranks.messages import ClearPages
 from asyncllm.worker.worker import Worker
 
 FORBIDDING = ("allowed_token_ids", "bad_words", "min_tokens")  # in the order of the message
@@ -38,11 +37,11 @@ def end_without_token(
     rows = list(zip(plan.sampled, result.token_ids, strict=True))
     broken = [seq for seq, token_id in rows if token_id == NON_FINITE_TOKEN]
     if bad := _live_requests(broken):
-        worker.command(ClearPages(_evict(live.scheduler, bad)))
+        worker.clear_pages(_evict(live.scheduler, bad))
         live.fail(bad, "its logits are not finite")
     if any(seq.finish_reason != "error" for seq in broken):  # it ended before this was known
         live.scheduler.blocks.reset_prefix_cache()
-        worker.command(ClearPages(live.scheduler.blocks.device.free_pages()))
+        worker.clear_pages(live.scheduler.blocks.device.free_pages())
     for request in _live_requests([seq for seq, token_id in rows if token_id == NO_TOKEN_LEFT]):
         live.end(request.request_id, _no_token_left(request))
 

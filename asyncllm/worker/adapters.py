@@ -37,27 +37,18 @@ class AdapterStore:
         group: WorkerGroup | None = None,
     ) -> None:
         """group: the other ranks, of rank 0; each has its own part of every adapter."""
+        self.num_places, self.num_slots = num_places, len(layers.slots) - 1  # without slot 0
+        self.first_slot = layers.first_slot
         self._group = group
-        self._layers, self._num_places = layers, num_places
         self._executor = executor
         self._parts = [(layers, _host_memory(layers, num_places))]
         if layers.of_experts is not layers:  # one more place, for adapters of other engines
             self._parts.append((layers.of_experts, _host_memory(layers.of_experts, num_places + 1)))
         self._visiting = asyncio.Lock()
 
-    @property
-    def num_places(self) -> int:
-        return self._num_places
-
-    @property
-    def num_slots(self) -> int:
-        """Slot 0, of no adapter, not counted."""
-        return len(self._layers.slots) - 1
-
-    @property
-    def first_slot(self) -> int:
-        """As `LoRALayers.first_slot`."""
-        return self._layers.first_slot
+    def close(self) -> None:
+        """Give back the memory of places and slots, although the engine still knows this store."""
+        self._parts.clear()
 
     @torch.inference_mode()
     def read(self, folder: Path, place: int) -> AdapterInfo:
@@ -69,8 +60,8 @@ class AdapterStore:
         if self._group is not None:
             answers = self._group.ask(Kind.READ_ADAPTER, str(folder.resolve()), place)
         infos = [
-            read_adapter(folder, part, places[place], experts_alone=part is not self._layers)
-            for part, places in self._parts
+            read_adapter(folder, part, places[place], experts_alone=number > 0)
+            for number, (part, places) in enumerate(self._parts)
             if place < len(places)
         ]
         for answer in answers:
@@ -83,10 +74,10 @@ class AdapterStore:
         answers = []
         if self._group is not None:
             answers = self._group.ask(Kind.LOAD_ADAPTER, place, slot)
-        is_own = place < self._num_places
-        for part, places in self._parts:
+        is_own = place < self.num_places
+        for number, (part, places) in enumerate(self._parts):
             if place < len(places):
-                first = self.first_slot if is_own and part is not self._layers else 0
+                first = self.first_slot if is_own and number > 0 else 0
                 await self._copy_whole(part.slots[first + slot], places[place])
         for answer in answers:
             await asyncio.wrap_future(answer)
@@ -95,8 +86,8 @@ class AdapterStore:
         """Load the expert part of another engine's adapter into that engine's slot. Raises
         `LoRALoadError`."""
         async with self._visiting:
-            await asyncio.to_thread(self.read, folder, self._num_places)
-            await self.load(self._num_places, slot)
+            await asyncio.to_thread(self.read, folder, self.num_places)
+            await self.load(self.num_places, slot)
 
     async def _copy_whole(self, target: torch.Tensor, source: torch.Tensor) -> None:
         num_pieces = max(1, -(-source.nbytes // PIECE_BYTES))

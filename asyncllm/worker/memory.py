@@ -180,14 +180,6 @@ def host_rows(config: EngineConfig, layout: CacheLayout, states: StateLayout) ->
     return num_states, layout.num_pages_in(left) if left else 0
 
 
-def begin_host_pages(
-    config: EngineConfig, layout: CacheLayout, states: StateLayout, device: torch.device
-) -> HostPages:
-    """Start allocating the host pages that `swap_space` holds."""
-    _, num_pages = host_rows(config, layout, states)
-    return HostPages(layout.host_shape(num_pages), torch.int64, device)
-
-
 def allocate_cache(
     layout: CacheLayout,
     num_pages: int,

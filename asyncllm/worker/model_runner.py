@@ -44,7 +44,7 @@ from asyncllm.worker.packed_step import (
     padding_prompt,
 )
 from asyncllm.worker.ranks.group import WorkerGroup
-from asyncllm.worker.ranks.messages import Kind
+from asyncllm.worker.ranks.messages import Kind, step_content
 from asyncllm.worker.staging import ResultBuffers, Staging
 from asyncllm.worker.static_inputs import StaticInputs
 from asyncllm.worker.step_packer import StepPacker
@@ -131,7 +131,7 @@ class ModelRunner:
             graph = self.mixed.graph_shape(step)
             shape = graph or eager_shape(step)
         if self._group is not None:
-            self._group.send_step(step)
+            self._group.send(Kind.STEP, *step_content(step))
         if not (step.needs_host or self.in_parts):
             return self._executor.submit(
                 lambda: self._sampling.run(step, plan, self._forward(step, graph)), shape

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from asyncllm.attention.cache_spec import CacheLayout
+from asyncllm.attention.host_pages import HostPages
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.registry import build_backend, import_backend, resolve_backend
 from asyncllm.attention.state_cache import StateLayout
@@ -43,7 +44,7 @@ from asyncllm.worker.logits_processors import LogitsProcessors
 from asyncllm.worker.memory import (
     allocate_cache,
     allocate_states,
-    begin_host_pages,
+    host_rows,
     kv_scales,
     measure_swap_cost,
     plan_memory,
@@ -53,7 +54,7 @@ from asyncllm.worker.model_loading import check_stages, load_model, make_model
 from asyncllm.worker.model_runner import ModelRunner
 from asyncllm.worker.packed_step import PackedStep
 from asyncllm.worker.ranks.group import WorkerGroup
-from asyncllm.worker.ranks.messages import CaptureGraph, ClearPages, Kind, WorkerCommand
+from asyncllm.worker.ranks.messages import Kind
 from asyncllm.worker.staged_runner import StagedRunner
 from asyncllm.worker.step_captures import StepCaptures, capture_obstacle
 from asyncllm.worker.step_cost import measure_step_cost
@@ -100,7 +101,8 @@ class Worker:
         self.backend_name = resolve_backend(wanted, self.device, is_fp8=is_fp8)
         if is_fp8 and self.backend_name != resolve_backend(wanted, self.device):
             logger.warning("falling back to attention_backend torch, for an FP8 KV cache: slow")
-        host_pages = begin_host_pages(config, layout, state_layout, self.device)
+        _, num_host_pages = host_rows(config, layout, state_layout)
+        host_pages = HostPages(layout.host_shape(num_host_pages), torch.int64, self.device)
         early = KernelPrewarm(self.device)
         with self._phase("kernels"):
             early.begin_all(config)
@@ -133,52 +135,53 @@ class Worker:
             state = DeviceState(num_slots, table_pages, vocab_size, self.device, layout.num_groups)
             self.token_masks = TokenMaskBuffer(num_slots, vocab_size, self.device)
         self._executor = make_executor(self.device, config.mesh.rank)
-        self.adapters = None
-        if lora is not None:
-            self.adapters = AdapterStore(lora, config.max_cpu_loras, self._executor, group)
-        self.processors = LogitsProcessors(config.logits_processors, config, self.device)
-        attention = build_backend(self.backend_name, cache, model.attention_layers, self._dtype)
-        make_runner = ModelRunner if stages is None else partial(StagedRunner, stages)
-        self.runner: ModelRunner = make_runner(
-            config,
-            model,
-            cache,
-            attention,
-            None if states is None else select_states(states, self.device),
-            state,
-            kernels,
-            self._executor,
-            self.processors,
-            self.token_masks,
-            lora,
-            self._mesh,
-            group,
-        )
-        self.work = self.runner.work
-        self.common_steps = CommonSteps(self.runner, self._most_tokens)
-        with self._phase("warm_up"), self._executor.between_steps():
-            self._warm_up(state, kernels, early)
-        self._captures = StepCaptures(
-            config, self.runner, ops.before_capture, self._mesh.least, progress=progress
-        )
-        if attention.supports_graphs and not config.enforce_eager and self._can_capture(model):
-            self._capture(model, cache, loading)
-        self.step_cost: StepCost | None = None  # None on a CPU, where chunks do not matter
-        if self.device.type == "cuda":
-            with self._phase("step_cost"), self._executor.between_steps():
-                full_read = model.full_read_tokens
-                self.step_cost = measure_step_cost(
-                    self.runner, self._most_tokens, full_read, self._mesh.least
-                )
-        with self._phase("swap_space"):
-            if self.step_cost is not None:
-                token_s = self.step_cost.seconds_per_token
-            else:
-                token_s = time_prefill_on_cpu(model, config)
-            self.swap_cost = measure_swap_cost(cache, states, self.memory, token_s)
-        if group is not None:
-            with self._phase("other_ranks"):
-                group.wait_ready(self.memory.num_pages)
+        with self._closed_on_failure():
+            self.adapters = None
+            if lora is not None:
+                self.adapters = AdapterStore(lora, config.max_cpu_loras, self._executor, group)
+            self.processors = LogitsProcessors(config.logits_processors, config, self.device)
+            attention = build_backend(self.backend_name, cache, model.attention_layers, self._dtype)
+            make_runner = ModelRunner if stages is None else partial(StagedRunner, stages)
+            self.runner: ModelRunner = make_runner(
+                config,
+                model,
+                cache,
+                attention,
+                None if states is None else select_states(states, self.device),
+                state,
+                kernels,
+                self._executor,
+                self.processors,
+                self.token_masks,
+                lora,
+                self._mesh,
+                group,
+            )
+            self.work = self.runner.work
+            self.common_steps = CommonSteps(self.runner, self._most_tokens)
+            with self._phase("warm_up"), self._executor.between_steps():
+                self._warm_up(state, kernels, early)
+            self._captures = StepCaptures(
+                config, self.runner, ops.before_capture, self._mesh.least, progress=progress
+            )
+            if attention.supports_graphs and not config.enforce_eager and self._can_capture(model):
+                self._capture(model, cache, loading)
+            self.step_cost: StepCost | None = None  # None on a CPU, where chunks do not matter
+            if self.device.type == "cuda":
+                with self._phase("step_cost"), self._executor.between_steps():
+                    full_read = model.full_read_tokens
+                    self.step_cost = measure_step_cost(
+                        self.runner, self._most_tokens, full_read, self._mesh.least
+                    )
+            with self._phase("swap_space"):
+                if self.step_cost is not None:
+                    token_s = self.step_cost.seconds_per_token
+                else:
+                    token_s = time_prefill_on_cpu(model, config)
+                self.swap_cost = measure_swap_cost(cache, states, self.memory, token_s)
+            if group is not None:
+                with self._phase("other_ranks"):
+                    group.wait_ready(self.memory.num_pages)
 
     @property
     def num_graphs(self) -> int:
@@ -205,18 +208,19 @@ class Worker:
         return len(self._captures)
 
     @torch.inference_mode()
-    def command(self, command: WorkerCommand) -> None:
-        """Execute a command after all steps launched so far, on all ranks."""
-        match command:
-            case ClearPages(page_ids):
-                if self.group is not None:
-                    self.group.send(Kind.CLEAR_PAGES, page_ids)
-                self.runner.clear_pages(page_ids)
-            case CaptureGraph():
-                if self.group is not None:
-                    self.group.send(Kind.CAPTURE_GRAPH)
-                with self._executor.between_steps():
-                    self._captures.capture_one()
+    def clear_pages(self, page_ids: list[int]) -> None:
+        """Zero these pages, after all that was launched before, on all ranks."""
+        if self.group is not None:
+            self.group.send(Kind.CLEAR_PAGES, page_ids)
+        self.runner.clear_pages(page_ids)
+
+    @torch.inference_mode()
+    def capture_graph(self) -> None:
+        """Capture the next of the graphs left for idle times, on all ranks: 10 to 20 ms."""
+        if self.group is not None:
+            self.group.send(Kind.CAPTURE_GRAPH)
+        with self._executor.between_steps():
+            self._captures.capture_one()
 
     def launch(self, plan: StepPlan, step: PackedStep | None = None) -> LaunchedStep:
         """Launch a step: all of it, or its forward pass (`HostStep`) if it `needs_host`. step: as
@@ -247,6 +251,8 @@ class Worker:
             if self.group is not None:
                 self.group.close()
             self._mesh.wait_closed()
+            if self.adapters is not None:
+                self.adapters.close()
             del self.runner, self._captures, self.common_steps
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -290,6 +296,19 @@ class Worker:
 
     def _take_the_first_ranks(self, ours: bytes) -> bytes:
         return first_of_stage(self._mesh, self.device, ours)
+
+    @contextmanager
+    def _closed_on_failure(self) -> Iterator[None]:
+        """If its body raises, end its thread, and free the graphs: they refer to the runner, which
+        refers to them. Who has started other ranks ends them."""
+        try:
+            yield
+        except BaseException:
+            self._mesh.close()  # no step waits for another rank any more
+            self._executor.close()
+            if hasattr(self, "_captures"):
+                self._captures.clear()
+            raise
 
     @property
     def _most_tokens(self) -> int:

@@ -17,7 +17,6 @@ from asyncllm.config import EngineArgs
 from asyncllm.engine import engine_steps
 from asyncllm.graphs.sized_graphs import first_sizes, later_sizes
 from asyncllm.mesh_config import MeshConfig
-from asyncllm.worker.ranks.messages import CaptureGraph
 from asyncllm.worker.step_captures import StepCaptures
 from asyncllm.worker.worker import Worker
 from tests.waiting import PATIENCE_SECONDS
@@ -84,11 +83,11 @@ def test_a_capture_that_raises_is_not_tried_again() -> None:
     config = EngineArgs(num_gpu_blocks_override=16, swap_space=0).create_engine_config()
     worker = Worker(config)
     worker._captures._pending.extend(partial(capture, size) for size in (4, 3, 2))
-    worker.command(CaptureGraph())
+    worker.capture_graph()
     with pytest.raises(RuntimeError):
-        worker.command(CaptureGraph())
+        worker.capture_graph()
     assert worker.num_pending_graphs == 1
-    worker.command(CaptureGraph())
+    worker.capture_graph()
     assert done == [4, 2] and not worker.num_pending_graphs
     worker.close()
 
@@ -136,7 +135,7 @@ def test_no_memory_for_more_graphs_is_no_failure(caplog: pytest.LogCaptureFixtur
     config = EngineArgs(num_gpu_blocks_override=16, swap_space=0).create_engine_config()
     worker = Worker(config)
     worker._captures._pending = deque([capture] * 3)
-    worker.command(CaptureGraph())
+    worker.capture_graph()
     assert worker.num_pending_graphs == 0
     assert "no memory for 3 more graphs" in caplog.text
     worker.close()

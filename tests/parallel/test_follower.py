@@ -16,11 +16,8 @@ from asyncllm.errors import LoRALoadError
 from asyncllm.frames import Frames
 from asyncllm.worker.ranks.follower import Follower
 from asyncllm.worker.ranks.messages import (
-    CaptureGraph,
-    ClearPages,
     Kind,
     Message,
-    WorkerCommand,
     decode,
     encode,
 )
@@ -55,12 +52,13 @@ def read(folder: Path, place: int) -> None:
         raise MemoryError("none left")
 
 
-commands: list[WorkerCommand] = []
+commands: list[Any] = []
 worker: Any = SimpleNamespace(
     adapters=SimpleNamespace(read=read),
     memory=SimpleNamespace(num_pages=1),
     drain=lambda: None,
-    command=commands.append,
+    capture_graph=lambda: commands.append("capture"),
+    clear_pages=commands.append,
 )
 
 
@@ -104,4 +102,4 @@ def test_commands_are_done_in_their_order(rank_0: socket.socket) -> None:
     rank_0.sendall(encode(Kind.CAPTURE_GRAPH, 0) + encode(Kind.CLEAR_PAGES, 1, [3]))
     rank_0.sendall(encode(Kind.SYNC, 2, 0))
     received(rank_0, 2)
-    assert commands == [CaptureGraph(), ClearPages([3])]
+    assert commands == ["capture", [3]]

@@ -32,7 +32,7 @@ from asyncllm.model_config import resolve_model_path
 from asyncllm.worker.packed_step import padding_prompt
 from asyncllm.worker.ranks import group
 from asyncllm.worker.ranks.group import RankLostError, WorkerGroup
-from asyncllm.worker.ranks.messages import Kind, encode
+from asyncllm.worker.ranks.messages import Kind, encode, step_content
 from tests.engine.adapter_files import write_tiny_adapter
 from tests.parallel.engines import SMALL, Ask, expect_same, followers, greedy
 from tests.server.process import served
@@ -151,7 +151,8 @@ def test_a_step_that_fails_before_the_group_has_said_why(monkeypatch: pytest.Mon
 def test_a_rank_that_waits_for_what_rank_0_does_not_do() -> None:
     async def test() -> None:
         async with engine_of_two(distributed_timeout_seconds=3) as (engine, _):
-            group_of(engine).send_step(padding_prompt(3, SMALL["block_size"]))
+            step = padding_prompt(3, SMALL["block_size"])
+            group_of(engine).send(Kind.STEP, *step_content(step))
             await expect_lost(
                 engine, "rank 1 of 2 failed: it gets no further with its work for 3 s"
             )

@@ -33,8 +33,6 @@ from asyncllm.worker.adapters import AdapterStore
 from asyncllm.worker.kernels import make_mesh
 from asyncllm.worker.ranks.connection import READ_BYTES
 from asyncllm.worker.ranks.messages import (
-    CaptureGraph,
-    ClearPages,
     Kind,
     Message,
     decode,
@@ -115,9 +113,9 @@ class Follower:
             case (Kind.SAMPLE, bool(is_masked)) if self._begun:
                 self._begun.popleft()(is_masked)
             case (Kind.CLEAR_PAGES, page_ids):
-                worker.command(ClearPages(page_ids))
+                worker.clear_pages(page_ids)
             case (Kind.CAPTURE_GRAPH,):
-                worker.command(CaptureGraph())
+                worker.capture_graph()
             case (Kind.READ_ADAPTER, str(folder), int(place)):
                 assert worker.adapters is not None
                 self._adapters_thread.submit(

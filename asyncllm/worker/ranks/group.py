@@ -27,7 +27,6 @@ from asyncllm.mesh_config import RankStats
 from asyncllm.models.parallel.collectives import CollectiveMesh, EngineStore, open_store
 from asyncllm.models.parallel.mesh import Mesh
 from asyncllm.worker.kernels import make_mesh
-from asyncllm.worker.packed_step import PackedStep
 from asyncllm.worker.ranks.connection import PeerThread
 from asyncllm.worker.ranks.handshake import read_secret
 from asyncllm.worker.ranks.joining import JoinedRanks, listen
@@ -36,7 +35,6 @@ from asyncllm.worker.ranks.messages import (
     Message,
     encode,
     encode_config,
-    step_content,
 )
 from asyncllm.worker.ranks.processes import ChildRanks, Ranks
 
@@ -135,10 +133,6 @@ class WorkerGroup:
         ]
 
     # --- steps -------------------------------------------------------------------------------
-
-    def send_step(self, step: PackedStep) -> None:
-        """Raises `RankLostError`."""
-        self.send(Kind.STEP, *step_content(step))
 
     def send(self, kind: Kind, *content: Any) -> None:
         """Tell all ranks what is to be done next, in the order of the calls. Raises

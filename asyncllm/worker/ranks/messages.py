@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import os
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +34,6 @@ from asyncllm.worker.packed_step import (
     SamplingExtras,
     SlotChanges,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ClearPages:
-    """Zero these pages, after all that was launched before."""
-
-    page_ids: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureGraph:
-    """Capture the next of the graphs that were left for idle moments; blocks for 10 to 20 ms."""
-
-
-# Work beside the steps, in the order of launches and commands, on all ranks.
-WorkerCommand = ClearPages | CaptureGraph
 
 
 class Kind(enum.IntEnum):
