@@ -36,10 +36,15 @@ from asyncllm.attention.base import (
 from asyncllm.attention.recurrence import new_output, tokens_of
 from asyncllm.graphs.pool import Graph, GraphPool, weak_alias
 from asyncllm.graphs.sized_graphs import SizedGraphs
-from asyncllm.graphs.token_buffers import BindAttention, Forward, TokenBuffers
+from asyncllm.graphs.token_buffers import TokenBuffers
 from asyncllm.kernels.recurrent.records import Recur, Recurrence, StateLayer
 from asyncllm.step_plan import StepKind, StepShape
 
+# (tokens, attention to call after each layer's write, whether tokens have adapters, recurrences):
+# writes hidden states to the buffer of captured steps
+Forward = Callable[[TokenBuffers, AttendRows, bool, Recur], object]
+# (tokens, positions of decodes int32 [decodes], prefills) -> attention of rows from the host
+BindAttention = Callable[[TokenBuffers, np.ndarray, PrefillRows], AttendRows]
 KINDS = (StepKind.MIXED, StepKind.PREFILL)
 # (the step's attention, its recurrences, its number of tokens): launched between two pieces
 Break = Callable[[AttendRows, Recur, int], None]

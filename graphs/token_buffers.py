@@ -1,25 +1,10 @@
-"""A mixed step's tokens on the device, and the forward pass over them."""
+"""A mixed step's tokens on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
 import torch
-
-from asyncllm.attention.backend import AttentionBackend
-from asyncllm.attention.base import (
-    AttendRows,
-    AttentionLayer,
-    PrefillRows,
-    RotatedHeads,
-    Rotation,
-    StepMixer,
-    no_recurrence,
-)
-from asyncllm.kernels.recurrent.records import Recur
-from asyncllm.models.base import CausalLM, TokenInputs
 
 
 class TokenBuffers(NamedTuple):
@@ -52,36 +37,3 @@ class TokenBuffers(NamedTuple):
     def first(self, num_tokens: int) -> TokenBuffers:
         tokens = TokenBuffers(*(tensor[:num_tokens] for tensor in self))
         return tokens._replace(write_slots=self.write_slots[:, :num_tokens])
-
-
-def forward(
-    model: CausalLM,
-    attention: AttentionBackend,
-    tokens: TokenBuffers,
-    prompt_lens: torch.Tensor | None,
-    attend_rows: AttendRows,
-    recur: Recur = no_recurrence,
-) -> torch.Tensor:
-    """The model's forward pass: hidden states [T, hidden_size].
-
-    attend_rows: called with each layer, after its keys and values are written. prompt_lens: int32
-    [T], if the model uses them.
-    """
-    out = tokens.out.flatten(1)
-
-    def attend(
-        layer: AttentionLayer, qkv: torch.Tensor | RotatedHeads, rotation: Rotation | None
-    ) -> torch.Tensor:
-        attention.write(layer, qkv, rotation, tokens.write_slots, tokens.q)
-        attend_rows(layer)
-        return out
-
-    inputs = TokenInputs(tokens.token_ids, tokens.positions, prompt_lens)
-    return model.forward(inputs, StepMixer(attend, recur))
-
-
-# (tokens, attention to call after each layer's write, whether tokens have adapters, recurrences):
-# writes hidden states to the buffer of captured steps
-Forward = Callable[[TokenBuffers, AttendRows, bool, Recur], object]
-# (tokens, positions of decodes int32 [decodes], prefills) -> attention of rows from the host
-BindAttention = Callable[[TokenBuffers, np.ndarray, PrefillRows], AttendRows]

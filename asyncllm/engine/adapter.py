@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from dataclasses import dataclass
 
 from asyncllm.errors import EngineDeadError
@@ -46,23 +45,19 @@ class Room:
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._given_back = asyncio.Event()
         self._is_closed = False
 
     async def wait(self) -> None:
         """Until something was given back. Raises `EngineDeadError` where nothing will be."""
         if not self._is_closed:
-            turn = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
-            await turn
+            await self._given_back.wait()
         if self._is_closed:
             raise EngineDeadError("the engine is closed")
 
     def wake(self) -> None:
-        waiting, self._waiting = self._waiting, deque()
-        for turn in waiting:
-            if not turn.done():
-                turn.set_result(None)
+        self._given_back.set()
+        self._given_back.clear()
 
     def close(self) -> None:
         """Whoever waits, or will, hears that the engine is closed."""

@@ -20,12 +20,10 @@ from asyncllm.engine.output_state import Sink, TextSink
 from asyncllm.errors import EngineDeadError, InvalidRequestError, LoRALoadError, QueueFullError
 from asyncllm.lora import LoRARequest
 from asyncllm.types import Request
-from asyncllm.worker.worker import Worker
 
 
 class Admission:
-    """`dead`: why no request is served, for good or until a restart, which replaces `worker` and
-    its `adapters`."""
+    """`dead`: why no request is served, for good or until a restart, which replaces `adapters`."""
 
     def __init__(
         self,
@@ -34,10 +32,9 @@ class Admission:
         live: LiveRequests,
         steps: EngineSteps,
         adapters: AdapterManager | None,
-        worker: Worker,
     ) -> None:
         self.dead: str | None = None
-        self.adapters, self.worker = adapters, worker
+        self.adapters = adapters
         self._config, self._input_processor = config, input_processor
         self._live, self._steps = live, steps
 
@@ -85,7 +82,7 @@ class Admission:
         """Raises `InvalidRequestError`, also if a request with this id is live."""
         params = request.sampling_params
         if self._config.logits_processors:
-            request.batch_processors = self.worker.processors.needed_by(params)
+            request.batch_processors = self._steps.worker.processors.needed_by(params)
         if params.use_beam_search:
             seq_ids = list(islice(self._input_processor.seq_ids, params.num_sequences))
             record = partial(self._steps.record, None)

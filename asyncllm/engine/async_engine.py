@@ -50,13 +50,13 @@ class AsyncLLMEngine:
     def __init__(self, model: str = "tiny", **engine_args: Any) -> None:
         args = EngineArgs(model=model, **engine_args)
         self.config: EngineConfig = args.create_engine_config()
-        self.recorder = Recorder()
         self.stat_loggers: list[StatLogger] = []
+        self.recorder = Recorder(self.stat_loggers)
         self.show_progress = False
         self._request_ids = itertools.count()
         self._arrivals: Arrivals = Arrivals()
         self._starting = asyncio.Lock()
-        self._loader = make_loader(args, self.config, self.recorder, self.stat_loggers)
+        self._loader = make_loader(args, self.config, self.recorder)
         self._core: Core | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the one that the core runs on
         self._closed = False
@@ -71,7 +71,7 @@ class AsyncLLMEngine:
         that share the experts of their model."""
         mesh = replace(self.config.mesh, engine=link.place.number)
         self.config = replace(self.config, mesh=mesh)
-        self._loader = CoreLoader(self.config, self.recorder, self.stat_loggers, link)
+        self._loader = CoreLoader(self.config, self.recorder, link)
 
     async def start(self) -> None:
         """Load the model, size its memory, capture graphs. A second call does nothing.

@@ -15,7 +15,6 @@ from asyncllm.engine.data_parallel.peers import Peers
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.recorder import Recorder
-from asyncllm.engine.stats import StatLogger
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.errors import ModelLoadError
 from asyncllm.host import in_own_thread
@@ -41,13 +40,11 @@ class CoreLoader:
         self,
         config: EngineConfig,
         recorder: Recorder,
-        stat_loggers: list[StatLogger],
         link: EngineLink | None = None,
     ) -> None:
         """link: to the other engines, where they share experts."""
         self._config, self._link = config, link
         self._recorder = recorder
-        self._stat_loggers = stat_loggers
         self._thread: ThreadPoolExecutor | None = None  # loads the last worker
         self._is_cancelled = threading.Event()  # of that load
 
@@ -78,7 +75,6 @@ class CoreLoader:
                 worker,
                 inputs,
                 self._recorder,
-                self._stat_loggers,
                 self._reload if is_ours else None,
                 peers,
             )

@@ -30,7 +30,7 @@ from asyncllm.engine.new_scheduler import new_scheduler
 from asyncllm.engine.pipeline import run_ahead, run_staged, run_synchronous
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.scheduler import Scheduler
-from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
+from asyncllm.engine.stats import AbortCause, SchedulerStats
 from asyncllm.engine.watchdog import Watchdog
 from asyncllm.errors import EngineDeadError, LoRALoadError
 from asyncllm.host import in_own_thread
@@ -52,7 +52,6 @@ class EngineCore:
         worker: Worker,
         input_processor: InputProcessor,
         recorder: Recorder,
-        stat_loggers: list[StatLogger],
         reload: Callable[[], Awaitable[Worker]] | None = None,
         peers: Peers | None = None,
     ) -> None:
@@ -79,7 +78,7 @@ class EngineCore:
             lambda: str(self.live.scheduler.stats()),
         )
         self._peers = peers
-        parts = worker, self.live, self.watchdog, recorder, stat_loggers
+        parts = worker, self.live, self.watchdog, recorder
         later = [input_processor.grammars.prepare] * 2
         if peers is None:
             self.steps = EngineSteps(*parts, later=later)
@@ -87,7 +86,7 @@ class EngineCore:
             patience = config.distributed_timeout_seconds
             self.steps = LockstepEngineSteps(peers.lockstep, patience, *parts, later=later)
         self.admission = Admission(
-            config, input_processor, self.live, self.steps, self._new_adapters(worker), worker
+            config, input_processor, self.live, self.steps, self._new_adapters(worker)
         )
         self.submit = self.admission.submit
         self.changed: Callable[[bool], object] = lambda is_up: None  # called at a restart
@@ -274,7 +273,6 @@ class EngineCore:
         files are no longer there. Raises `ValueError` if its context window is smaller than the one
         that clients know."""
         self.worker = self.steps.worker = worker
-        self.admission.worker = worker
         self.work, self._closing = worker.work, None
         if worker.memory.max_model_len < self.input_processor.max_model_len:
             raise ValueError(f"its max_model_len is {worker.memory.max_model_len}")

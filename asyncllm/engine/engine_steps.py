@@ -19,7 +19,7 @@ from asyncllm.engine.constraints import constrain
 from asyncllm.engine.live_requests import LiveRequests
 from asyncllm.engine.non_finite import end_without_token
 from asyncllm.engine.recorder import Recorder
-from asyncllm.engine.stats import StatLogger, StepRecord
+from asyncllm.engine.stats import StepRecord
 from asyncllm.engine.step_clock import LoopLag, StepClock
 from asyncllm.engine.watchdog import Watchdog
 from asyncllm.host import in_own_thread
@@ -49,7 +49,6 @@ class EngineSteps:
         live: LiveRequests,
         watchdog: Watchdog,
         recorder: Recorder,
-        stat_loggers: list[StatLogger],
         later: Iterable[Callable[[], None]] = (),
     ) -> None:
         self.worker = worker
@@ -57,7 +56,6 @@ class EngineSteps:
         self._watchdog = watchdog
         self._recorder = recorder
         self._host_seconds = recorder.host_seconds
-        self._stat_loggers = stat_loggers
         self._later = deque(later)
         self._lag = LoopLag(recorder.loop_lag.observe)
         self.clock = StepClock()
@@ -198,14 +196,7 @@ class EngineSteps:
         """Pass all stats since the last call to the observers."""
         iteration = self._live.outputs.take_iteration_stats()
         iteration.step = step
-        stats = self._live.scheduler.stats()
-        self._recorder.record(stats, iteration)
-        for stat_logger in list(self._stat_loggers):
-            try:
-                stat_logger.record(stats, iteration)
-            except Exception:  # an observer must not end requests
-                logger.exception("%r failed, and gets no more records", stat_logger)
-                self._stat_loggers.remove(stat_logger)
+        self._recorder.record(self._live.scheduler.stats(), iteration)
 
     async def idle(self) -> None:
         """Wait for a request; meanwhile do the work that the start left for later."""

@@ -8,6 +8,7 @@ taken about once a second, so no value is binned twice.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -21,10 +22,13 @@ from asyncllm.engine.stats import (
     FinishedRequestStats,
     IterationStats,
     SchedulerStats,
+    StatLogger,
     StepRecord,
 )
 from asyncllm.outputs import FinishReason
 from asyncllm.step_plan import StepKind
+
+logger = logging.getLogger("asyncllm")
 
 WINDOW_S = 60.0
 MARK_EVERY_S = 1.0
@@ -146,7 +150,10 @@ class Mark:
 class Recorder:
     """Times in seconds, lengths in tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, observers: list[StatLogger] | None = None) -> None:
+        """observers: get each record as well. One that raises gets no more, as none may end
+        requests."""
+        self.observers = [] if observers is None else observers
         fine = latency_edges()
         self.time_to_first_token = Histogram(TTFT, fine)
         self.inter_token_latency = Histogram(TOKEN_TIME, fine)
@@ -209,6 +216,12 @@ class Recorder:
             self.iteration_tokens.observe(iteration.step.prefill_tokens + num_generated)
         for request in iteration.finished:
             self._record_finished(request)
+        for observer in list(self.observers):
+            try:
+                observer.record(scheduler, iteration)
+            except Exception:
+                logger.exception("%r failed, and gets no more records", observer)
+                self.observers.remove(observer)
 
     def _record_step(self, step: StepRecord) -> None:
         self.timeline.append(step)

@@ -15,17 +15,21 @@ import torch
 from asyncllm.attention.backend import AttentionBackend
 from asyncllm.attention.base import (
     AttendRows,
+    AttentionLayer,
     DecodeRows,
     PrefillRows,
+    RotatedHeads,
+    Rotation,
+    StepMixer,
     no_recurrence,
 )
 from asyncllm.attention.state_cache import StateBackend
 from asyncllm.graphs.mixed_graphs import MixedGraphs
 from asyncllm.graphs.pool import GraphPool, Outputs, Recorded
 from asyncllm.graphs.sized_graphs import SizedGraphs
-from asyncllm.graphs.token_buffers import TokenBuffers, forward
+from asyncllm.graphs.token_buffers import TokenBuffers
 from asyncllm.kernels.recurrent.records import Recur
-from asyncllm.models.base import CausalLM
+from asyncllm.models.base import CausalLM, TokenInputs
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.step_plan import StepShape
 from asyncllm.worker.device_state import DeviceState
@@ -182,12 +186,23 @@ class MixedStep:
         adapters: bool,
         recur: Recur = no_recurrence,
     ) -> torch.Tensor:
-        """Hidden states [tokens, hidden_size]. Capturable."""
+        """Hidden states [tokens, hidden_size]. Capturable. attend_rows: called with each layer,
+        after its keys and values are written."""
         state, slots = self.state, tokens.slots
         if self.lora is not None:
             self.lora.select(state.adapters[slots] if adapters else None)
         prompt_lens = state.prompt_lens[slots] if self.model.uses_prompt_lens else None
-        return forward(self.model, self.attention, tokens, prompt_lens, attend_rows, recur)
+        out = tokens.out.flatten(1)
+
+        def attend(
+            layer: AttentionLayer, qkv: torch.Tensor | RotatedHeads, rotation: Rotation | None
+        ) -> torch.Tensor:
+            self.attention.write(layer, qkv, rotation, tokens.write_slots, tokens.q)
+            attend_rows(layer)
+            return out
+
+        inputs = TokenInputs(tokens.token_ids, tokens.positions, prompt_lens)
+        return self.model.forward(inputs, StepMixer(attend, recur))
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         """Plainly sampled tokens, int32 [rows], of the first rows in the static inputs.

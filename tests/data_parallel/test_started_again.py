@@ -57,7 +57,7 @@ def taken(asked: wire.AddAdapter) -> wire.Done:
 def core(monkeypatch: pytest.MonkeyPatch) -> Callable[[], RemoteCore]:
     monkeypatch.setattr(remote, "EngineProcess", Process)
     monkeypatch.setattr(Process, "answer", staticmethod(taken), raising=False)
-    return lambda: RemoteCore(0, {"enable_lora": True}, {}, cast(Recorder, None), [])
+    return lambda: RemoteCore(0, {"enable_lora": True}, {}, cast(Recorder, None))
 
 
 def test_an_adapter_whose_files_are_gone_is_forgotten(

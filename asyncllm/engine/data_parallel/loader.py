@@ -17,7 +17,6 @@ from asyncllm.engine.data_parallel.remote import RemoteCore
 from asyncllm.engine.data_parallel.supervisor import Supervisor
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.recorder import Recorder
-from asyncllm.engine.stats import StatLogger
 from asyncllm.host import in_own_thread, num_cores
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -27,13 +26,11 @@ THREADS = "OMP_NUM_THREADS"
 class LocalGroupLoader:
     """As `CoreLoader`, of `data_parallel_size` engines. `recorder`: the first engine's."""
 
-    def __init__(
-        self, config: EngineConfig, recorder: Recorder, stat_loggers: list[StatLogger]
-    ) -> None:
+    def __init__(self, config: EngineConfig, recorder: Recorder) -> None:
         self._config = config
         first = config.data_parallel_rank
         self._loaders = [
-            CoreLoader(replace(config, data_parallel_rank=first + i), each, stat_loggers)
+            CoreLoader(replace(config, data_parallel_rank=first + i), each)
             for i, each in enumerate(_recorders(recorder, config.data_parallel_size))
         ]
 
@@ -64,12 +61,10 @@ class ProcessGroupLoader:
         args: EngineArgs,
         config: EngineConfig,
         recorder: Recorder,
-        stat_loggers: list[StatLogger],
     ) -> None:
         self._args = args
         self._config = config
         self._recorder = recorder
-        self._stat_loggers = stat_loggers
 
     async def load(self, *, progress: bool) -> EngineGroup:
         """Raises `ValueError` or `ModelLoadError` for what cannot run, and leaves no process."""
@@ -77,7 +72,7 @@ class ProcessGroupLoader:
         shares_experts = config.mesh.dp > 1
         environments = _environments(config.device, size, config.mesh.size, shares_experts)
         members = [
-            RemoteCore(rank, _engine_args(self._args, rank), environment, each, self._stat_loggers)
+            RemoteCore(rank, _engine_args(self._args, rank), environment, each)
             for rank, (environment, each) in enumerate(
                 zip(environments, _recorders(self._recorder, size), strict=True)
             )
@@ -109,7 +104,7 @@ class ProcessGroupLoader:
 
 
 def _recorders(first: Recorder, count: int) -> list[Recorder]:
-    return [first, *(Recorder() for _ in range(count - 1))]
+    return [first, *(Recorder(first.observers) for _ in range(count - 1))]
 
 
 async def _close(members: Sequence[Core]) -> None:
@@ -165,10 +160,10 @@ def _environments(
 
 
 def make_loader(
-    args: EngineArgs, config: EngineConfig, recorder: Recorder, loggers: list[StatLogger]
+    args: EngineArgs, config: EngineConfig, recorder: Recorder
 ) -> CoreLoader | LocalGroupLoader | ProcessGroupLoader:
     if config.data_parallel_size == 1:
-        return CoreLoader(config, recorder, loggers)
+        return CoreLoader(config, recorder)
     if config.data_parallel_backend == "uni":
-        return LocalGroupLoader(config, recorder, loggers)
-    return ProcessGroupLoader(args, config, recorder, loggers)
+        return LocalGroupLoader(config, recorder)
+    return ProcessGroupLoader(args, config, recorder)

@@ -21,12 +21,10 @@ from asyncllm.engine.data_parallel.remote_requests import RemoteRequests
 from asyncllm.engine.data_parallel.spawn import EngineProcess
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.recorder import Recorder
-from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
+from asyncllm.engine.stats import AbortCause, SchedulerStats
 from asyncllm.errors import EngineDeadError, InvalidRequestError
 from asyncllm.mesh_config import RankStats
 from asyncllm.worker.work_counts import WorkCounts
-
-logger = logging.getLogger("asyncllm")
 
 
 class RemoteCore:
@@ -40,7 +38,6 @@ class RemoteCore:
         args: Mapping[str, Any],
         environment: Mapping[str, str],
         recorder: Recorder,
-        stat_loggers: list[StatLogger],
     ) -> None:
         """args: fields of `EngineArgs` of one engine."""
         self.rank = rank
@@ -52,7 +49,6 @@ class RemoteCore:
         self.ready: wire.Ready
         self._args = args
         self._environment = environment
-        self._stat_loggers = stat_loggers
         self._requests = RemoteRequests(rank, recorder, self._send)
         self._stats = SchedulerStats()
         self._beat: wire.Beat | None = None
@@ -157,14 +153,8 @@ class RemoteCore:
                     self._process.lose(error.text)
 
     def _record(self, message: wire.Record) -> None:
-        self._stats, iteration = message.stats, message.iteration
-        for each in (self.recorder, *self._stat_loggers):
-            try:
-                each.record(message.stats, iteration)
-            except Exception:  # it only watches: no request may end for it
-                logger.exception("%r failed, and gets no more records", each)
-                if each in self._stat_loggers:
-                    self._stat_loggers.remove(each)
+        self._stats = message.stats
+        self.recorder.record(message.stats, message.iteration)
 
     def _take_beat(self, beat: wire.Beat) -> None:
         before, self._beat, self._stats = self.health(), beat, beat.stats
