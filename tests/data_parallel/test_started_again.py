@@ -103,7 +103,7 @@ def test_a_process_that_is_lost_while_it_reads_adapters_again(
 def test_adapters_of_an_engine_that_is_down_are_loaded_when_it_is_up(
     core: Callable[[], RemoteCore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is added, pinned and removed meanwhile is answered at once, and sent to nobody."""
+    """Adding, pinning and removing meanwhile is answered at once, and sent to nobody."""
     sent: list[wire.Message] = []
     monkeypatch.setattr(Process, "sent", sent, raising=False)
 

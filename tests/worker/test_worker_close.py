@@ -1,4 +1,4 @@
-"""What a worker holds is freed by its end, and by a construction that fails."""
+"""A worker frees all that it holds at its end, and where its construction fails."""
 
 from __future__ import annotations
 
