@@ -85,6 +85,7 @@ def _stream_consumer(
 
 
 def _call(request: CompletionRequest, service: Service, cache: ParamsCache) -> Call:
+    _ = service.engine.tokenizer  # raises where there is none: an answer is text
     adapter = service.check_model(request.model)
     params = cache.get(_params_key(request), partial(_params, request, service))
     call = Call(

@@ -122,7 +122,7 @@ class Service:
         as_ids = request.return_tokens_as_token_ids
         if as_ids is None:
             as_ids = self.args.return_tokens_as_token_ids
-        return TokenNames(self.engine.tokenizer, as_ids)
+        return TokenNames(None if as_ids else self.engine.tokenizer)
 
     def force_usage(self, request: StreamingRequest) -> None:
         """Its stream reports usage whatever it says."""

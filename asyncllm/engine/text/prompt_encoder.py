@@ -12,6 +12,11 @@ from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.errors import ContextLengthError, InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
 
+NO_TOKENIZER = (
+    "this engine has no tokenizer (skip_tokenizer_init): send token ids, with detokenize=False; "
+    "over HTTP only /inference/v1/generate does so"
+)
+
 
 class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, max_model_len: int) -> None:
@@ -59,9 +64,7 @@ class PromptEncoder:
 
     def tokenizer_for(self, param: str) -> Tokenizer:
         if self._tokenizer is None:
-            raise InvalidRequestError(
-                "this engine has no tokenizer: send prompt_token_ids, with detokenize=False", param
-            )
+            raise InvalidRequestError(NO_TOKENIZER, param)
         return self._tokenizer
 
     def bad_words_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
