@@ -121,6 +121,7 @@ def _call(request: GenerateRequest, service: Service) -> Call:
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
         wants_outputs=True,
+        shows_cached=service.args.enable_prompt_tokens_details,
         client_name=_client_name,
     )
 
@@ -179,7 +180,7 @@ class TokenStream:
         self._sse = sse
         self._request_id = request.request_id or call.id
         self._params = call.params
-        self._usage = Usage()
+        self._usage = Usage(call.shows_cached)
         self._num_tokens = [0] * call.params.n
         self._options = ChunkOptions(sse, request.stream_options)
 

@@ -217,6 +217,19 @@ def test_same_tokens_as_the_python_api() -> None:
     run(test())
 
 
+def test_cached_tokens_are_told_unless_a_flag_forbids() -> None:
+    async def test() -> None:
+        asked = {**body(max_tokens=2), "stream_options": {"include_usage": True}}
+        for told in (True, False):
+            async with serving(enable_prompt_tokens_details=told) as server:
+                _, whole = await server.post(GENERATE, body(max_tokens=2))
+                *_, last, _ = await server.events(GENERATE, asked)
+            for usage in (whole["usage"], last["usage"]):
+                assert (usage["prompt_tokens_details"] is not None) is told
+
+    run(test())
+
+
 def test_without_a_tokenizer() -> None:
     """skip_tokenizer_init: ids in and out are served, all that needs texts is refused."""
     chat = {"messages": [{"role": "user", "content": "a"}]}
