@@ -172,8 +172,9 @@ async def _answer(
     engine: AsyncLLMEngine, prompts: list[list[int]], length: int, bar: str | None = None
 ) -> list[RequestOutput]:
     params = SamplingParams(
-        temperature=0, ignore_eos=True, max_tokens=length, output_kind=RequestOutputKind.FINAL_ONLY
-    )
+        temperature=0, ignore_eos=True, max_tokens=length, output_kind=RequestOutputKind.FINAL_ONLY,
+        detokenize=engine.config.tokenizer_path is not None,
+    )  # fmt: skip
     progress = _bar(len(prompts), bar) if bar is not None else None
 
     async def one(prompt: list[int]) -> RequestOutput:
