@@ -11,9 +11,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import gpu_timing
 import torch
 from gpu_questions import Args
+from gpu_timing import time_http
 from model_shapes import Case, bytes_of_step, write_shape
 
 from asyncllm import AsyncLLMEngine, RequestOutput, SamplingParams
@@ -197,10 +197,10 @@ async def measure_memory(name: str, case: Case, folder: Path) -> dict[str, Any]:
 def measure_http(name: str, case: Case, folder: Path, options: Any) -> dict[str, Any]:
     """The workloads of loadtest.py, against a server of its own."""
     model = write_shape(case.shape, folder / name)
-    serving = {k: v for k, v in (SETTINGS | case.args).items() if k != "skip_tokenizer_init"}
-    gpu_timing.SERVING = serving | {"tokenizer": options.tokenizer}
+    settings = SETTINGS | case.args | {"tokenizer": options.tokenizer}
+    del settings["skip_tokenizer_init"]
     result: dict[str, Any] = {}
-    for row in gpu_timing.time_http(str(model), options.workloads.split(","), None):
+    for row in time_http(str(model), options.workloads.split(","), None, settings):
         load, measured = row["workload"], row["result"]
         if "latency_ms" not in measured:
             print(f"     {name} {load}: {json.dumps(measured)[:600]}", flush=True)
