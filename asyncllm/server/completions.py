@@ -85,7 +85,6 @@ def _stream_consumer(
 
 
 def _call(request: CompletionRequest, service: Service, cache: ParamsCache) -> Call:
-    _ = service.engine.tokenizer  # raises where there is none: an answer is text
     adapter = service.check_model(request.model)
     params = cache.get(_params_key(request), partial(_params, request, service))
     call = Call(
@@ -119,6 +118,7 @@ def _check_together(call: Call) -> None:
 
 
 def _params(request: CompletionRequest, service: Service) -> SamplingParams:
+    _ = service.engine.tokenizer  # raises where there is none: an answer is text
     given = sent_fields(request)
     refuse_unsupported(request, given, service.args)
     form = service.args.json_form()
