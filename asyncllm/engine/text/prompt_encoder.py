@@ -112,17 +112,14 @@ class PromptEncoder:
         """Refuse a text without encoding it if it would not fit even with the longest tokens."""
         longest = self.tokenizer_for(parsed.param).max_chars_per_token
         if params.truncate_prompt_tokens is None and len(text) > longest * self._max_model_len:
-            raise ContextLengthError(
-                f"This model's maximum context length is {self._max_model_len} tokens. However, "
-                f"your {parsed.noun} has {len(text)} characters, at least {len(text) // longest} "
-                f"tokens. Please reduce the length of the {parsed.noun}.",
-                parsed.param,
-            )
+            count = f"{len(text)} characters, at least {len(text) // longest}"
+            raise self._too_many(parsed, count)
 
-    def _too_many(self, parsed: ParsedPrompt, num_ids: int) -> ContextLengthError:
+    def _too_many(self, parsed: ParsedPrompt, count: int | str) -> ContextLengthError:
+        """count: of tokens."""
         return ContextLengthError(
             f"This model's maximum context length is {self._max_model_len} tokens. However, "
-            f"your {parsed.noun} has {num_ids} tokens. "
+            f"your {parsed.noun} has {count} tokens. "
             f"Please reduce the length of the {parsed.noun}.",
             parsed.param,
         )
