@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -32,24 +33,44 @@ SLOW = {
 }
 
 
-# Grids of which the fast tier runs these cases alone, by their parameters.
-BACKEND = TESTS / "models" / "test_transformers_backend.py"
-FAST_CASES = {
-    (BACKEND, "test_families_equal_transformers"): {
-        "GPTNeoXForCausalLM", "Gemma2ForCausalLM", "MixtralForCausalLM", "FalconForCausalLM",
-    },
-    (BACKEND, "test_native_families_by_the_backend_are_the_same"): {
-        "llama-chunked-recompute", "llama-batched", "llama-swap", "qwen2-windows-chunked-recompute",
-    },
-}  # fmt: skip
+# Grids of which the fast tier runs each nth case alone, in the order in which they are collected.
+# Numbers that do not divide a grid's sides take another column in each row.
+EACH_NTH = {
+    ("cuda/test_balanced_decode.py", "test_equals_the_reference"): 4,
+    ("cuda/test_skinny_gemm.py", "test_a_product_by_a_factor_and_with_a_bias"): 7,
+    ("engine/test_against_transformers.py", "test_tokens_and_logprobs_equal"): 11,
+    ("engine/test_beam_search_random.py", "test_random_searches"): 3,
+    ("engine/test_lora.py", "test_each_target_alone"): 5,
+    ("engine/test_lora.py", "test_equals_the_merged_models"): 7,
+    ("engine/test_lora.py", "test_every_family_and_target"): 6,
+    ("engine/test_lora.py", "test_whole_weights_and_magnitudes"): 5,
+    (
+        "engine/test_non_finite.py",
+        "test_only_the_poisoned_request_fails_and_its_pages_are_clean",
+    ): 5,
+    ("engine/test_penalties.py", "test_counts_are_what_was_said"): 4,
+    ("engine/test_penalties.py", "test_whatever_becomes_of_a_sequence"): 4,
+    ("engine/test_recurrent.py", "test_a_second_turn_goes_on_from_the_first_ones_answer"): 5,
+    ("engine/test_recurrent.py", "test_captured_steps"): 5,
+    ("engine/test_recurrent.py", "test_tokens_and_logprobs_equal"): 7,
+    ("models/test_transformers_backend.py", "test_families_equal_transformers"): 11,
+    ("models/test_transformers_backend.py", "test_native_families_by_the_backend_are_the_same"): 11,
+    ("worker/test_graphs.py", "test_a_later_capture_writes_to_no_page_that_was_used"): 5,
+    ("worker/test_graphs.py", "test_graphed_equals_eager"): 4,
+    ("worker/test_graphs.py", "test_masks_on_captured_steps_equal_eager"): 3,
+    ("worker/test_graphs.py", "test_more_changes_of_slots_than_one_step_brings"): 5,
+}
+_num_seen: Counter[tuple[str, str]] = Counter()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    name, _, case = item.name.rstrip("]").partition("[")
-    fast = FAST_CASES.get((item.path, name))
-    is_left_out = fast is not None and case not in fast
-    if is_left_out or not SLOW.isdisjoint((item.path, item.path.parent)):
+    if not SLOW.isdisjoint((item.path, item.path.parent)):
         item.add_marker("slow")
+    grid = str(item.path.relative_to(TESTS)), item.name.partition("[")[0]
+    if grid in EACH_NTH:
+        if _num_seen[grid] % EACH_NTH[grid] > 0:
+            item.add_marker("slow")
+        _num_seen[grid] += 1
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -238,6 +238,7 @@ TRANSFORMERS: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TRANSFORMERS)
 def test_models_of_transformers(case: str, tmp_path: Path) -> None:
     config, settings = TRANSFORMERS[case]

@@ -136,6 +136,7 @@ def test_no_step_is_sampled_in_full_for_them(monkeypatch: pytest.MonkeyPatch) ->
     assert not in_full
 
 
+@pytest.mark.slow
 def test_beside_rows_that_are_sampled_in_full() -> None:
     """Then all rows are: what is sampled twice counts once."""
     asked = requests()

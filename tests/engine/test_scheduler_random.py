@@ -12,6 +12,8 @@ import asyncio
 import secrets
 from collections import Counter
 
+import pytest
+
 from asyncllm.engine import chunk_policy as policy_module
 from asyncllm.engine import prefill_planner as planner_module
 from asyncllm.engine import scheduler as scheduler_module
@@ -89,6 +91,7 @@ def run_worlds(seed: int, num_steps: int) -> tuple[Counter[str], int, int]:
     return seen, num_ahead, num_synchronous
 
 
+@pytest.mark.slow
 def test_every_text_is_the_oracles() -> None:
     seen: Counter[str] = Counter()
     num_ahead = num_synchronous = 0

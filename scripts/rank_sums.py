@@ -1,0 +1,125 @@
+"""Sums over the ranks of one host, each a process: right, and microseconds by rows and kind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+
+from asyncllm.graphs.pool import GraphPool
+from asyncllm.kernels import all_reduce as sums_kernel
+from asyncllm.kernels.records import Norm
+from asyncllm.mesh_config import MeshConfig
+from asyncllm.models.parallel.collectives import CollectiveMesh, find_store, open_store
+
+SUM_SIZE = 4096
+SUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+SUM_CALLS = 64  # of a captured graph: as many as an 8B model's decode step has
+REPLAYS = 20
+
+
+def run_sums(num_ranks: int) -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    named = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    ranks = []
+    for rank in range(num_ranks):
+        order = [named[rank], *(each for place, each in enumerate(named) if place != rank)]
+        own = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(order)}
+        command = [sys.executable, __file__, str(rank), str(num_ranks), str(port)]
+        ranks.append(subprocess.Popen(command, env=own))
+    return max(abs(each.wait()) for each in ranks)
+
+
+def sums_of_rank(rank: int, num_ranks: int, port: int) -> None:
+    """In a process: compare and time; rank 0 prints. Ours also beyond the rows that it is for."""
+    device = torch.device("cuda")
+    if rank == 0:
+        store = open_store(num_ranks, socket.create_server(("127.0.0.1", port)))
+    else:
+        store = wait_for_store(num_ranks, port)
+    most = [
+        sizes[num_ranks] for sizes in (sums_kernel.MOST_IN_ONE_SHOT, sums_kernel.MOST_IN_TWO_SHOTS)
+    ]
+    sums_kernel.MOST_IN_ONE_SHOT[num_ranks] = sums_kernel.MOST_IN_TWO_SHOTS[num_ranks] = 2 << 20
+    mesh = CollectiveMesh(MeshConfig(tp=num_ranks, rank=rank), store, "127.0.0.1", device, SUM_SIZE)
+    assert mesh.sums is not None, "the ranks do not reach each other's memory"
+    if rank == 0:
+        print(f"{torch.cuda.get_device_name()}; bf16 rows of {SUM_SIZE}; at most {most} bytes")
+        print("| rows | NCCL, us | and norm | one shot | and norm | two shots | and norm |")
+        print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
+    with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+        for rows in SUM_ROWS:
+            us = sums_of_rows(mesh, num_ranks, rank, rows)
+            if rank == 0:
+                print(f"| {rows} | {' | '.join(us)} |", flush=True)
+    mesh.close()
+    os._exit(0)
+
+
+def sums_of_rows(mesh: CollectiveMesh, num_ranks: int, rank: int, rows: int) -> list[str]:
+    from asyncllm.kernels.all_reduce.kernel import all_reduce
+    from asyncllm.kernels.rms_norm.kernel import add_rms_norm
+
+    torch.manual_seed(rows)
+    every = torch.randn(num_ranks, rows, SUM_SIZE, device="cuda", dtype=torch.bfloat16)
+    norm = Norm(torch.ones(SUM_SIZE, dtype=torch.bfloat16, device="cuda"), 1e-5)
+    x, residual = every[rank].clone(), torch.zeros_like(every[0])
+
+    def by_nccl() -> torch.Tensor:
+        own, mesh.sums = mesh.sums, None
+        try:
+            return mesh.reduce(x)
+        finally:
+            mesh.sums = own
+
+    us = [captured_us(by_nccl), captured_us(lambda: add_rms_norm(by_nccl(), residual, norm))]
+    assert mesh.sums is not None
+    for max_rows, sums in mesh.sums.forms:
+        if rows > max_rows:
+            continue
+        for _ in range(5):
+            found = every[rank].clone()
+            all_reduce(found, sums)
+            assert (found.float() - every.float().sum(0)).abs().max() < 0.06, (rank, rows)
+        us.append(captured_us(lambda form=sums: all_reduce(x, form)))
+        us.append(captured_us(lambda form=sums: add_rms_norm(x, residual, norm, form)))
+    return [f"{each:.1f}" for each in us]
+
+
+def captured_us(run: Any) -> float:
+    def many() -> tuple[()]:
+        for _ in range(SUM_CALLS):
+            run()
+        return ()
+
+    recorded = GraphPool().record(many)
+    recorded.replay()
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(REPLAYS):
+        recorded.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e3 / REPLAYS / SUM_CALLS
+
+
+def wait_for_store(num_ranks: int, port: int) -> Any:
+    for _ in range(600):
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return find_store(num_ranks, "127.0.0.1", port)
+        except OSError:
+            time.sleep(0.05)
+    raise TimeoutError("rank 0 does not listen")
+
+
+if __name__ == "__main__":
+    sums_of_rank(*map(int, sys.argv[1:]))
