@@ -91,7 +91,7 @@ def test_what_is_asked_and_refused_is_exit_code_0(tmp_path: Path) -> None:
 def test_adapters_logs_and_answers_that_are_no_json(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the flags of a server ask for is so in a batch."""
+    """A batch does what the flags of a server ask for."""
     set_up: list[tuple[str, ...]] = []
     monkeypatch.setattr(cli, "set_up_logging", lambda *given: set_up.append(given))
     caplog.set_level("INFO")
