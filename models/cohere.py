@@ -17,7 +17,7 @@ def cohere(config: ModelConfig, build: Build) -> DecoderSpec:
     """Command R, R7B (which is Cohere 2), R+ (whose heads have norms), Aya."""
     hf, order = config.hf_config, head_order(config, interleaved=True)
     rotary = build_rotary(config, build, order)
-    windows: tuple[int | None, ...] = (None,) * config.num_layers
+    windows: tuple[int | None, ...] = ()
     rotaries, has_head_norms = (rotary,) * config.num_layers, False
     if hf.model_type == "cohere2":
         windows, unrotated = layer_windows(config), no_rotary(config.head_dim, build)

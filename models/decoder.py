@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -26,7 +25,8 @@ from asyncllm.models.base import Load, TokenInputs
 from asyncllm.models.layers.attention import Attention, AttentionSpec
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.embedding import Embedding, LMHead
-from asyncllm.models.layers.latent_attention import LatentSpec
+from asyncllm.models.layers.experts import Experts
+from asyncllm.models.layers.latent_attention import LatentAttention, LatentSpec
 from asyncllm.models.layers.linear import Linear
 from asyncllm.models.layers.mlp import MLP, MLPSpec
 from asyncllm.models.layers.norm import RMSNorm
@@ -34,21 +34,7 @@ from asyncllm.models.layers.ops import AddRMSNorm, Norm, Normed
 from asyncllm.models.layers.rotary import Rotary, build_rotary
 from asyncllm.models.supported import activation_of, check_decoder, unused_names
 
-
-class FeedForward(Protocol):
-    """`MLP` or `Experts`."""
-
-    @property
-    def full_read_tokens(self) -> int: ...
-
-    @property
-    def linears(self) -> tuple[Linear, ...]: ...
-
-    def add(self, x: Normed, end: AddRMSNorm) -> Normed: ...
-
-    def loads(self) -> Iterator[Load]: ...
-
-    def finish_loading(self) -> None: ...
+FeedForward = MLP | Experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +57,14 @@ PLAIN_ATTENTION, PLAIN_MLP, PRE_NORMS = AttentionSpec(), MLPSpec(), NormNames()
 class DecoderSpec:
     """The differences between families.
 
-    windows: each layer's sliding window; None: full attention. rotaries: one per layer; empty: one
-    for all layers, by the configuration. feed_forward: (layer, name) -> a replacement of the `MLP`.
-    norm_offset, norm_centered: as for `RMSNorm`. is_parallel: both sublayers take the layer's first
-    norm. residual_scale: multiplies the output of each sublayer.
+    windows: each layer's sliding window, None: full attention; empty: of all. rotaries: one per
+    layer; empty: one for all, by the configuration and the order of heads. feed_forward: (layer,
+    name) -> a replacement of the `MLP`. norm_offset, norm_centered: as for `RMSNorm`. is_parallel:
+    both sublayers take the layer's first norm. residual_scale: multiplies the output of each
+    sublayer.
     """
 
-    windows: tuple[int | None, ...]
+    windows: tuple[int | None, ...] = ()
     rotaries: tuple[Rotary, ...] = ()
     attention: AttentionSpec | LatentSpec = PLAIN_ATTENTION
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
@@ -104,7 +91,7 @@ class DecoderSpec:
         attention = replace(self.attention, qkv_bias=False, output_bias=False, qk_norm=None)
         mlp = replace(self.mlp, bias=False)
         rest = replace(self, windows=(), attention=attention, mlp=mlp)
-        return rest == DecoderSpec(windows=())
+        return rest == DecoderSpec()
 
     def norm(self, name: str, config: ModelConfig, build: Build) -> RMSNorm:
         """Make a norm of the residual, or of a sublayer's output."""
@@ -126,9 +113,12 @@ class DecoderLayer:
         hf = config.hf_config
         name = f"model.layers.{index}"
         layer = replace(attention_layer(index, config, spec, build), index=place)
-        self.attention = spec.attention.make(
-            f"{name}.self_attn", layer, hf.hidden_size, spec.norm_eps(config), build
-        )
+        where = f"{name}.self_attn", layer, hf.hidden_size
+        self.attention: Attention | LatentAttention
+        if isinstance(spec.attention, LatentSpec):
+            self.attention = LatentAttention(*where, spec.attention, build)
+        else:
+            self.attention = Attention(*where, spec.norm_eps(config), spec.attention, build)
 
         def norm(part: str | None) -> RMSNorm | None:
             return None if part is None else spec.norm(f"{name}.{part}", config, build)
@@ -218,7 +208,8 @@ class DenseDecoder:
             spec.logit_scale,
             spec.logit_soft_cap,
         )
-        rotaries = spec.rotaries or (build_rotary(config, build),) * config.num_layers
+        order = spec.attention.order
+        rotaries = spec.rotaries or (build_rotary(config, build, order),) * config.num_layers
         self.rotaries = list(dict.fromkeys(rotaries))  # each once
         self._rotary_of = [self.rotaries.index(rotaries[index]) for index in own]
         # The norm after a stage's last layer runs on the next stage, or at the end on the first.
@@ -282,7 +273,7 @@ class DenseDecoder:
 def attention_layer(
     index: int, config: ModelConfig, spec: DecoderSpec, build: Build
 ) -> AttentionLayer:
-    window = spec.windows[index]
+    window = spec.windows[index] if spec.windows else None
     scale = spec.attention_scale
     return AttentionLayer(
         index=index,

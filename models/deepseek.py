@@ -15,7 +15,6 @@ from asyncllm.models.layers.experts import Experts, Router
 from asyncllm.models.layers.latent_attention import LatentSpec
 from asyncllm.models.layers.mlp import MLP, MLPSpec
 from asyncllm.models.layers.ops import Routing
-from asyncllm.models.layers.rotary import build_rotary
 from asyncllm.models.moe import dense_mlp, experts_shape
 from asyncllm.models.supported import positive, require, unsupported
 
@@ -31,17 +30,15 @@ def deepseek_v2(config: ModelConfig, build: Build) -> DecoderSpec:
         top_groups=positive(config, "topk_group", at_most="n_group") if has_groups else 1,
         group_score="max",
     )
-    return _spec(config, build, shared_experts(config, build, routing, correction=None))
+    return _spec(config, shared_experts(config, build, routing, correction=None))
 
 
 def deepseek_v3(config: ModelConfig, build: Build) -> DecoderSpec:
     require(config, rope_interleave=(None, True))
-    return _spec(config, build, sigmoid_experts(config, build))
+    return _spec(config, sigmoid_experts(config, build))
 
 
-def _spec(
-    config: ModelConfig, build: Build, feed_forward: Callable[[int, str], FeedForward]
-) -> DecoderSpec:
+def _spec(config: ModelConfig, feed_forward: Callable[[int, str], FeedForward]) -> DecoderSpec:
     hf = config.hf_config
     attention = LatentSpec(
         q_rank=None if hf.q_lora_rank is None else positive(config, "q_lora_rank"),
@@ -54,8 +51,6 @@ def _spec(
     if attention.v_dim > attention.plain_dim + attention.rotary_dim:
         raise unsupported(config, "v_head_dim", "is more than a key has")
     return DecoderSpec(
-        windows=(None,) * config.num_layers,
-        rotaries=(build_rotary(config, build, attention.order),) * config.num_layers,
         attention=attention,
         attention_scale=_scale(config, attention),
         feed_forward=feed_forward,

@@ -15,14 +15,12 @@ from asyncllm.models.decoder import DecoderSpec
 from asyncllm.models.layers.attention import AttentionSpec
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.mlp import MLPSpec
-from asyncllm.models.layers.rotary import build_rotary
 from asyncllm.models.supported import head_order, layer_windows
 
 
 def llama(config: ModelConfig, build: Build) -> DecoderSpec:
     hf = config.hf_config
     return DecoderSpec(
-        windows=(None,) * config.num_layers,
         attention=AttentionSpec(qkv_bias=hf.attention_bias, output_bias=hf.attention_bias),
         mlp=MLPSpec(bias=hf.mlp_bias),
     )
@@ -55,10 +53,8 @@ def qwen3(config: ModelConfig, build: Build) -> DecoderSpec:
 
 
 def phi3(config: ModelConfig, build: Build) -> DecoderSpec:
-    order = head_order(config)
     return DecoderSpec(
         windows=layer_windows(config),
-        rotaries=(build_rotary(config, build, order),) * config.num_layers,
-        attention=AttentionSpec(packed=True, order=order),
+        attention=AttentionSpec(packed=True, order=head_order(config)),
         mlp=MLPSpec(packed=True),
     )

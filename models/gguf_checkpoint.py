@@ -36,7 +36,6 @@ PARTS = {
     "ffn_down": "mlp.down_proj",
 }
 PERMUTED = {"attn_q": "head_count", "attn_k": "head_count_kv"}  # their rows, with llama only
-F32, F16 = 0, 1
 
 
 class GGUFCheckpoint:
@@ -71,13 +70,8 @@ class GGUFCheckpoint:
         stored = self._names[name]
         tensor = self._header.tensors[stored]
         content = np.memmap(self.source, np.uint8, "r", tensor.start, (self._num_bytes(stored),))
-        kind = self._types(tensor.type)
-        rows = int(np.prod(tensor.shape[:-1]))
-        values = (
-            self._dequantize(content.reshape(rows, -1), kind)
-            if kind > F16
-            else content.view(np.float32 if kind == F32 else np.float16)
-        )
+        rows = content.reshape(int(np.prod(tensor.shape[:-1])), -1)
+        values = self._dequantize(rows, self._types(tensor.type))
         matrix = torch.from_numpy(np.array(values, np.float32)).view(tensor.shape)
         return self._unpermuted(stored, matrix)
 

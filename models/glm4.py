@@ -11,7 +11,6 @@ from asyncllm.models.deepseek import sigmoid_experts
 from asyncllm.models.layers.attention import AttentionSpec
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.mlp import MLPSpec
-from asyncllm.models.layers.rotary import build_rotary
 from asyncllm.models.supported import head_order
 
 NORMS = NormNames(
@@ -25,8 +24,6 @@ NORMS = NormNames(
 def glm4(config: ModelConfig, build: Build) -> DecoderSpec:
     order = head_order(config, interleaved=True)
     return DecoderSpec(
-        windows=(None,) * config.num_layers,
-        rotaries=(build_rotary(config, build, order),) * config.num_layers,
         attention=AttentionSpec(qkv_bias=config.hf_config.attention_bias, order=order),
         mlp=MLPSpec(packed=True),
         norms=NORMS,
@@ -36,8 +33,6 @@ def glm4(config: ModelConfig, build: Build) -> DecoderSpec:
 def glm4_moe(config: ModelConfig, build: Build) -> DecoderSpec:
     hf, order = config.hf_config, head_order(config)
     return DecoderSpec(
-        windows=(None,) * config.num_layers,
-        rotaries=(build_rotary(config, build, order),) * config.num_layers,
         attention=AttentionSpec(
             qkv_bias=hf.attention_bias, qk_norm="head" if hf.use_qk_norm else None, order=order
         ),

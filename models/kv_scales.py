@@ -67,13 +67,12 @@ def measured_scales(
     num_tokens = min(MEASURED_TOKENS, max_len)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (num_tokens,), generator=generator)
-    positions = torch.arange(num_tokens, dtype=torch.int32)
+    positions = torch.arange(num_tokens, dtype=torch.int32, device=device)
     lens = torch.full_like(positions, num_tokens) if model.uses_prompt_lens else None
     mixer = _Measure(len(model.attention_layers), torch.finfo(dtype).max / HEADROOM)
-    device_lens = None if lens is None else lens.to(device)
     if stages is not None:
         stages.receive(num_tokens)
-    residual = model.forward(TokenInputs(ids.to(device), positions.to(device), device_lens), mixer)
+    residual = model.forward(TokenInputs(ids.to(device), positions, lens), mixer)
     if stages is not None:
         stages.send(residual, returns=False)
     return mixer.scales()

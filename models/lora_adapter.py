@@ -50,7 +50,6 @@ class AdapterInfo:
 
     content: bytes
     rank: int  # the largest of its modules
-    modules: tuple[str, ...]
 
 
 def read_adapter(
@@ -81,7 +80,7 @@ def read_adapter(
         if isinstance(error, RuntimeError) and "allocate memory" not in str(error):  # torch's words
             raise
         raise LoRALoadError(f"{file}: the host has no memory to read it: {error}") from error
-    return AdapterInfo(_hash(config_bytes, file), rank, tuple(sorted(reader.modules)))
+    return AdapterInfo(_hash(config_bytes, file), rank)
 
 
 class _Reader:

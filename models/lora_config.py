@@ -23,26 +23,16 @@ REPEATED_GROUP = re.compile(r"\)[*+?{]")
 
 
 class PeftConfig(msgspec.Struct):
-    """The fields of peft's `LoraConfig` that count. The tensors say which modules are adapted."""
+    """The fields of peft's `LoraConfig` that count, besides SERVED. The tensors say which modules
+    are adapted."""
 
     r: int
     lora_alpha: float
-    peft_type: str = "LORA"
     use_rslora: bool = False
     rank_pattern: dict[str, int] = {}
     alpha_pattern: dict[str, float] = {}
-    bias: str = "none"
     use_dora: bool = False
-    trainable_token_indices: Any = None
-    alora_invocation_tokens: Any = None
-    use_qalora: bool = False
-    use_bdlora: Any = None
-    arrow_config: Any = None
-    layer_replication: Any = None
     init_lora_weights: Any = True
-    velora_config: Any = None
-    kasa_config: Any = None
-    monteclora_config: Any = None
 
     def scale(self, module: str, rank: int) -> float:
         """The factor by which peft multiplies the product of a module's two matrices."""
@@ -55,7 +45,8 @@ class PeftConfig(msgspec.Struct):
 
 # Beginnings of a training that take the matrices out of the base: they are for what is left of it.
 CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-# Settings under which the tensors mean more than what their names say, and what is served.
+# Settings under which the tensors mean more than what their names say, and what is served: the
+# default first.
 SERVED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", "all", "lora_only"),
@@ -82,12 +73,12 @@ def read_config(folder: Path) -> tuple[PeftConfig, bytes]:
     if len(text) > MAX_CONFIG_BYTES:
         raise LoRALoadError(f"{file}: over {MAX_CONFIG_BYTES} bytes")
     try:
-        config = msgspec.json.decode(text, type=PeftConfig)
+        content = msgspec.json.decode(text)
+        config = msgspec.convert(content, PeftConfig)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise LoRALoadError(f"{file}: {error}") from error
     for name, served in SERVED.items():
-        value = getattr(config, name)
-        if value not in served:
+        if (value := content.get(name, served[0])) not in served:
             wanted = ", ".join(repr(each) for each in served if each not in ([], {}))
             raise LoRALoadError(f"{file}: {name} {value!r} is not supported, only {wanted}")
     if str(config.init_lora_weights).lower().startswith(CHANGE_THE_BASE):

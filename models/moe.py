@@ -59,7 +59,6 @@ def olmoe(config: ModelConfig, build: Build) -> DecoderSpec:
     shape = experts_shape(config, num_experts, hf.intermediate_size)
     bias, routing = hf.attention_bias, qwen_routing(config)
     return DecoderSpec(
-        windows=(None,) * config.num_layers,
         attention=AttentionSpec(qkv_bias=bias, output_bias=bias, qk_norm="all"),
         feed_forward=lambda _, name: routed_experts(name, shape, routing, build),
     )

@@ -75,11 +75,6 @@ class PersistentDecode:
             "stuck": words + 4,
         }
 
-    @property
-    def is_stuck(self) -> bool:
-        """Whether a block of any step has timed out waiting for another. Waits for the device."""
-        return bool(self._words[-1])
-
     def forward(
         self, token_ids: torch.Tensor, rows: DecodeRows, prompt_lens: torch.Tensor | None
     ) -> torch.Tensor:

@@ -25,6 +25,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from asyncllm.attention.base import AttentionLayer, HeadNorm, Mixer, RotatedHeads, Rotation
+from asyncllm.models.layers.build import Build
 from asyncllm.models.transformers_rope import HANDLER, StepRotary
 
 RUN, TRIAL = "asyncllm", "asyncllm_trial"  # attention implementations: without and with masks
@@ -156,8 +157,7 @@ class HeadShape(NamedTuple):
     head_dim: int
 
     @classmethod
-    def of(cls, calls: Sequence[AttentionCall], head_dims: tuple[int, ...]) -> HeadShape:
-        """head_dims: those of kernels, ascending; a larger one is not padded."""
+    def of(cls, calls: Sequence[AttentionCall], build: Build) -> HeadShape:
         if not calls:  # all layers are recurrent
             return cls(1, 1, 2)
         largest = max(max(call.head_dim, call.v_dim) for call in calls)
@@ -165,7 +165,7 @@ class HeadShape(NamedTuple):
         return cls(
             num_kv_heads=max(call.num_kv_heads for call in calls),
             group=max(call.num_heads // call.num_kv_heads for call in calls),
-            head_dim=next((dim for dim in head_dims if dim >= largest), largest),
+            head_dim=build.page_dim(largest),
         )
 
     def is_of(self, call: AttentionCall) -> bool:

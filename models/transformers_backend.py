@@ -55,8 +55,6 @@ from asyncllm.models.transformers_weights import WeightNames
 
 logger = logging.getLogger("asyncllm")
 
-KERNEL_HEAD_DIMS = (64, 128, 256)  # of 16-bit types; torch's attention takes any
-
 
 class TransformersModel:
     """A `CausalLM`, which documents shapes."""
@@ -81,7 +79,7 @@ class TransformersModel:
                 model.set_submodule(name, nn.Identity())
             if tried.idle and build.device != META:
                 logger.info("serving text alone, without %s", ", ".join(tried.idle))
-            shape = HeadShape.of(tried.calls, KERNEL_HEAD_DIMS if build.dtype.itemsize == 2 else ())
+            shape = HeadShape.of(tried.calls, build)
             fusion = None
             # Nothing runs on the meta device, so nothing is fused. Adapters add to the outputs of
             # layers that fusion would merge.

@@ -123,10 +123,7 @@ def proves_attention(
     known: dict[str, Any] = {"hidden_states": x, "position_ids": positions[None]}
     known["attention_mask"] = None
     if plan.rotary is not None:
-        prompts = torch.zeros_like(positions)
-        of_rotary = plan.rotary.rotation(positions.cpu(), prompts.cpu())
-        cos, sin = plan.rotary.as_module(of_rotary, torch.float32)
-        known["position_embeddings"] = cos.to(device), sin.to(device)
+        known["position_embeddings"] = plan.rotary.as_module(rotation, torch.float32)
     elif named.get("position_embeddings") is not None:
         angles = random_inputs(plan.call.head_dim, device)  # the module must ignore them
         known["position_embeddings"] = angles, angles

@@ -25,13 +25,8 @@ import torch
 from torch import nn
 
 from asyncllm.attention.base import Mixer
-from asyncllm.kernels.recurrent.records import (
-    Convolution,
-    DeltaRule,
-    Recurrence,
-    SelectiveScan,
-    StateLayer,
-)
+from asyncllm.attention.recurrence import new_output
+from asyncllm.kernels.recurrent.records import Convolution, Recurrence, StateLayer
 from asyncllm.models.transformers_recurrences import FORWARDS, FUNCTIONS, STATES
 
 LAYERS = "asyncllm_state_layers"  # the attribute of modules with a `StateLayer` per call
@@ -49,16 +44,9 @@ class StateTrial:
     calls: list[tuple[nn.Module, tuple[int, ...], torch.dtype]]
 
     def recur(self, module: nn.Module, inputs: Recurrence) -> torch.Tensor:
-        match inputs:
-            case Convolution(x):
-                self.calls.append((module, inputs.state_shape, x.dtype))
-                return torch.empty_like(x)
-            case SelectiveScan(x):
-                self.calls.append((module, inputs.state_shape, torch.float32))
-                return torch.empty_like(x, dtype=torch.float32)
-            case DeltaRule(v=v):
-                self.calls.append((module, inputs.state_shape, torch.float32))
-                return torch.empty_like(v)
+        dtype = inputs.x.dtype if isinstance(inputs, Convolution) else torch.float32
+        self.calls.append((module, inputs.state_shape, dtype))
+        return new_output(inputs)
 
 
 class StateStep:

@@ -83,10 +83,8 @@ class WeightNames:
                 conversion.converter.collected_tensors[pattern] = list(its)
             made = _convert(conversion, self._model)
             for name, tensor in made.items():
-                whole, shard = (
-                    tensor[0] if isinstance(tensor, list) else tensor,
-                    self._shards.get(name),
-                )
+                whole = tensor[0] if isinstance(tensor, list) else tensor
+                shard = self._shards.get(name)
                 weights[name].copy_(whole if shard is None else shard.cut(whole))
         self._read.clear()
 
@@ -171,11 +169,9 @@ def _merged(
     *merge, last = conversion.converter.operations
     stacks = bool(merge) or isinstance(last, MergeModulelist)
     dim = last.dim - bool(merge) if isinstance(last, Concatenate) else None
-    of_one = (
-        shard
-        if shard is None or not stacks
-        else replace(shard, shape=shard.shape[1:], dim=shard.dim - 1)
-    )
+    of_one = shard
+    if shard is not None and stacks:
+        of_one = replace(shard, shape=shard.shape[1:], dim=shard.dim - 1)
     start = 0
     for pattern in conversion.converter.source_patterns:
         names = conversion.sources.get(pattern, [])

@@ -76,19 +76,10 @@ class RotatedHeads(NamedTuple):
     v: torch.Tensor
 
 
-class Attend(Protocol):
-    """One step's attention, bound to its batch.
-
-    qkv: [tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous: the heads of q, of k, of v;
-    may be overwritten. Or heads that are rotated, without a rotation. Returns [tokens, num_heads *
-    head_dim].
-    """
-
-    def __call__(
-        self, layer: AttentionLayer, qkv: torch.Tensor | RotatedHeads, rotation: Rotation | None
-    ) -> torch.Tensor: ...
-
-
+# One step's attention, bound to its batch. Of [tokens, num_heads + 2 * num_kv_heads, head_dim],
+# contiguous: the heads of q, of k, of v; may be overwritten. Or of rotated heads, without a
+# rotation. Returns [tokens, num_heads * head_dim].
+Attend = Callable[[AttentionLayer, torch.Tensor | RotatedHeads, Rotation | None], torch.Tensor]
 # The same by kernels that begin with the projection: of heads that are not rotated.
 AttendProjected = Callable[[AttentionLayer, torch.Tensor, Rotation], torch.Tensor]
 # Attention of one layer over a mixed step's rows, from its q to its out (see `mixed`).

@@ -36,16 +36,6 @@ class AttentionSpec:
     order: HeadOrder | None = None
     sinks: bool = False
 
-    def make(
-        self,
-        name: str,
-        layer: AttentionLayer,
-        hidden_size: int,
-        norm_eps: float,
-        build: Build,
-    ) -> Attention:
-        return Attention(name, layer, hidden_size, norm_eps, self, build)
-
 
 class Attention:
     """Grouped-query attention with a merged QKV projection."""

@@ -17,6 +17,8 @@ from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.parallel.mesh import ALONE, Mesh
 
+KERNEL_HEAD_DIMS = (64, 128, 256)  # for 16-bit dtypes; torch's attention takes any
+
 
 @dataclass(frozen=True, slots=True)
 class Build:
@@ -43,6 +45,11 @@ class Build:
             if method is not None:
                 return method
         return UnquantizedExpertsMethod(self.dtype, self.device, self.ops, self.mesh.config)
+
+    def page_dim(self, head_dim: int) -> int:
+        """The size of heads in pages: padded to one that kernels support."""
+        dims = KERNEL_HEAD_DIMS if self.dtype.itemsize == 2 else ()
+        return next((dim for dim in dims if dim >= head_dim), head_dim)
 
     def empty(self, *shape: int) -> torch.Tensor:
         """An uninitialised weight."""

@@ -97,7 +97,7 @@ class ExpertsMethod(Protocol):
 
     def finish(self, shape: ExpertsShape, weights: Weights) -> None:
         """As `LinearMethod.finish`."""
-        ...
+        return None
 
     def apply(
         self,
@@ -112,7 +112,7 @@ class ExpertsMethod(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class UnquantizedExpertsMethod:
+class UnquantizedExpertsMethod(ExpertsMethod):
     """In the model's dtype, all experts of a layer in one tensor."""
 
     dtype: torch.dtype
@@ -138,9 +138,6 @@ class UnquantizedExpertsMethod:
 
     def loads(self, name: str, shape: ExpertsShape, weights: Weights) -> Iterator[Load]:
         return shape.load(name, _record(shape, weights), shape.share(self.mesh))
-
-    def finish(self, shape: ExpertsShape, weights: Weights) -> None:
-        """They are used as they were read."""
 
     def apply(
         self,

@@ -24,7 +24,6 @@ from asyncllm.models.layers.ops import AddRMSNorm, Normed
 from asyncllm.models.layers.rotary import HeadOrder
 
 NORM_EPS = 1e-6  # of the latents' norms; the configuration does not matter
-KERNEL_HEAD_DIMS = (64, 128, 256)  # for 16-bit dtypes; torch's attention takes any
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +41,6 @@ class LatentSpec:
     def order(self) -> HeadOrder:
         """The order of entries in the part that rotates."""
         return HeadOrder(self.rotary_dim, self.rotary_dim, interleaved=True)
-
-    def make(
-        self,
-        name: str,
-        layer: AttentionLayer,
-        hidden_size: int,
-        norm_eps: float,
-        build: Build,
-    ) -> LatentAttention:
-        return LatentAttention(name, layer, hidden_size, self, build)
 
 
 class LatentAttention:
@@ -92,7 +81,7 @@ class LatentAttention:
         out, columns = {"o_proj": hidden_size}, slice(own.start * spec.v_dim, own.stop * spec.v_dim)
         self._o = Linear(name, out, heads * spec.v_dim, spec.bias, build, columns=columns)
         layer = replace(layer, num_heads=own.stop - own.start)
-        dim = _page_dim(qk_dim, build)
+        dim = build.page_dim(qk_dim)
         self.layer = replace(layer, num_kv_heads=layer.num_heads, head_dim=dim)
         if build.keeps_latents:
             self.layer = replace(
@@ -152,10 +141,3 @@ class LatentAttention:
         yield from self._kv_norm.loads()
         if self._q_norm is not None:
             yield from self._q_norm.loads()
-
-
-def _page_dim(qk_dim: int, build: Build) -> int:
-    """The head size in pages: padded to a size that kernels support."""
-    if build.dtype.itemsize != 2:
-        return qk_dim
-    return next((dim for dim in KERNEL_HEAD_DIMS if dim >= qk_dim), qk_dim)

@@ -103,11 +103,11 @@ class LinearMethod(Protocol):
     def finish(self, weights: Weights) -> None:
         """Repack loaded weights in place, as graphs have their addresses. Called after each
         load."""
-        ...
+        return None
 
     def in_bytes(self, weights: Weights) -> torch.dtype | None:
         """The 8-bit dtype in which it takes many rows (`Norm.in_bytes`); None: it takes 16 bits."""
-        ...
+        return None
 
     def product(self, weights: Weights, x: Normed) -> torch.Tensor:
         """[T, in_features] -> [T, out_features], a new tensor, including the bias."""
@@ -119,7 +119,7 @@ class LinearMethod(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class UnquantizedLinearMethod:
+class UnquantizedLinearMethod(LinearMethod):
     """Weights in the model's dtype: `weight` [out, in], `bias` [out]; parts are ranges of rows."""
 
     dtype: torch.dtype
@@ -140,12 +140,6 @@ class UnquantizedLinearMethod:
         for part, view in zip(shape.parts, views, strict=True):
             yield from shape.loads(part, "weight", view, columns)
         yield from bias_loads(shape, weights)
-
-    def finish(self, weights: Weights) -> None:
-        """Nothing to do."""
-
-    def in_bytes(self, weights: Weights) -> torch.dtype | None:
-        return None
 
     def product(self, weights: Weights, x: Normed) -> torch.Tensor:
         return self.ops.product(x, weights["weight"], weights.get("bias"))

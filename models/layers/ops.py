@@ -146,7 +146,7 @@ class Epilogue(Protocol[Out_co]):
 
     def apply_adapted(self, ops: Ops, product: torch.Tensor, delta: Delta) -> Out_co:
         """The same of the product with what adapters add to it."""
-        ...
+        return self.apply(ops, delta.add(product))
 
     def fused(
         self, ops: FusedProducts, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
@@ -179,7 +179,7 @@ class SwiGLU:
 
 
 @dataclass(frozen=True, slots=True)
-class SwiGLUInBytes:
+class SwiGLUInBytes(Epilogue[Normed]):
     """`SwiGLU` for a following GEMM that takes many rows in 8 bits (`Norm.in_bytes`)."""
 
     swiglu: SwiGLU
@@ -187,9 +187,6 @@ class SwiGLUInBytes:
 
     def apply(self, ops: Ops, product: torch.Tensor) -> Normed:
         return ops.swiglu_in_bytes(product, self.swiglu.activation, self.in_bytes)
-
-    def apply_adapted(self, ops: Ops, product: torch.Tensor, delta: Delta) -> Normed:
-        return self.apply(ops, delta.add(product))
 
     def fused(
         self, ops: FusedProducts, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
@@ -199,7 +196,7 @@ class SwiGLUInBytes:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AddRMSNorm:
+class AddRMSNorm(Epilogue[Normed]):
     """residual [T, features] += product, in place. The result is the norm of the sum, or without a
     `norm` the sum.
 
@@ -227,9 +224,6 @@ class AddRMSNorm:
         if self.norm is None:
             return Normed(self.residual.add_(product))
         return ops.add_rms_norm(product, self.residual, self.norm)
-
-    def apply_adapted(self, ops: Ops, product: torch.Tensor, delta: Delta) -> Normed:
-        return self.apply(ops, delta.add(product))
 
     def fused(
         self, ops: FusedProducts, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None

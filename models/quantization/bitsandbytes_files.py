@@ -72,18 +72,13 @@ def _nf4_sources(header: Header, name: str, rows: int, columns: int) -> Iterator
 
     yield Source(suffix, size, torch.uint8, (), state)
     yield Source("weight.quant_map", (16,), torch.float32, (), _check_map)
-    nested = (num_blocks,)
-    if header(f"{name}.weight.nested_absmax") is not None:
-        nested_blocks = header(f"{name}.weight.nested_absmax")
-        assert nested_blocks is not None
+    if (nested := header(f"{name}.weight.nested_absmax")) is not None:
 
         def keep(key: str, tensor: torch.Tensor) -> list[torch.Tensor]:
             kept[key] = tensor
             return []
 
-        yield Source(
-            "weight.nested_absmax", nested_blocks[0], torch.float32, (), partial(keep, "absmax")
-        )
+        yield Source("weight.nested_absmax", nested[0], torch.float32, (), partial(keep, "absmax"))
         yield Source("weight.nested_quant_map", (256,), torch.float32, (), partial(keep, "map"))
 
         def unnest(codes: torch.Tensor) -> list[torch.Tensor]:
@@ -94,11 +89,11 @@ def _nf4_sources(header: Header, name: str, rows: int, columns: int) -> Iterator
             scale = kept["map"][codes.int()] * most[:num_blocks] + kept["nested_offset"]
             return [checked(scale).view(rows, -1)]
 
-        yield Source("weight.absmax", nested, torch.uint8, ("scale",), unnest)
+        yield Source("weight.absmax", (num_blocks,), torch.uint8, ("scale",), unnest)
     else:
         yield Source(
             "weight.absmax",
-            nested,
+            (num_blocks,),
             torch.float32,
             ("scale",),
             lambda scale: [checked(scale).view(rows, -1)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 
 from asyncllm.models.quantization.file_config import Keys, targeted_by
 from asyncllm.models.quantization.fp8_files import ReaderOf, block_sources
-from asyncllm.models.quantization.method import Matrix, Reader, Source
+from asyncllm.models.quantization.method import Matrix, Reader, Source, converted
 from asyncllm.models.quantization.packed_files import KIND_OF_BITS
 from asyncllm.models.quantization.scheme import E8M0_BIAS, Activations, Scheme
 from asyncllm.models.quantization.sources import (
@@ -67,7 +68,7 @@ def _reader(group: Keys, default_format: str | None, header: Header) -> Reader:
     if layout == "mxfp4-pack-quantized":
         weights.one_of("type", ("float",), "float")
         scheme = Scheme("fp4", MXFP4_GROUP)
-        return Reader(scheme, partial(_mxfp4_sources, scheme))
+        return Reader(scheme, _mxfp4_sources)
     kind = weights.one_of("type", ("int", "float"), "int")
     packed = layout == "pack-quantized"
     if (packed and kind == "float") or (not packed and bits != 8):
@@ -161,25 +162,15 @@ def _scale(
     scheme: Scheme, layout: Layout, name: str, rows: int, groups: int, scales: list[torch.Tensor]
 ) -> Source:
     """Appends the scale [rows, groups] to `scales`, for the zero points that are read after it."""
+    source = row_scale(layout.header, name, "weight_scale", rows)
     if layout.strategy == "group":
-        source = Source("weight_scale", (rows, groups), torch.float32, ("scale",), _checked)
-    else:
-        source = row_scale(layout.header, name, "weight_scale", rows)
-    inner = source.convert
-    assert inner is not None
+        source = replace(source, shape=(rows, groups), convert=lambda scale: [checked(scale)])
 
-    def keep(scale: torch.Tensor) -> list[torch.Tensor]:
-        made = list(inner(scale))
-        scales[:] = made
-        return made
+    def keep(_: str, scale: torch.Tensor) -> torch.Tensor:
+        scales[:] = [scale]
+        return scale
 
-    return source if not scheme.has_offset else Source(
-        source.suffix, source.shape, source.dtype, source.fields, keep
-    )  # fmt: skip
-
-
-def _checked(scale: torch.Tensor) -> list[torch.Tensor]:
-    return [checked(scale)]
+    return converted(source, keep) if scheme.has_offset else source
 
 
 def _zero_point(
@@ -199,7 +190,7 @@ def _zero_point(
     return Source("weight_zero_point", shape, torch.int32, ("offset",), convert)
 
 
-def _mxfp4_sources(scheme: Scheme, name: str, rows: int, columns: int) -> Iterator[Source]:
+def _mxfp4_sources(name: str, rows: int, columns: int) -> Iterator[Source]:
     check_groups(name, columns, MXFP4_GROUP)
     matrix = Matrix(columns=2)
     yield Source("weight_packed", (rows, columns // 2), torch.uint8, ("weight",), matrix=matrix)

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from asyncllm.models.layers.linear_method import Weights, put
-from asyncllm.models.layers.ops import Epilogue, Normed, Out
+from asyncllm.models.layers.ops import Normed
+from asyncllm.models.quantization.method import QuantKernel
 from asyncllm.models.quantization.scheme import (
     FP8,
     FP8_MAX,
@@ -27,7 +28,7 @@ INT4_ROWS = 16  # it needs a multiple of this many rows
 HALF_SCALE = 256.0  # from the difference of the exponents' biases
 
 
-class CpuQuantKernel:
+class CpuQuantKernel(QuantKernel):
     def prepare(self, scheme: Scheme, weights: Weights) -> None:
         rows, is_half = len(weights["weight"]), weights["scale"].dtype.itemsize == 2
         takes = scheme.group in INT4_GROUPS and rows % INT4_ROWS == 0 and is_half
@@ -40,17 +41,9 @@ class CpuQuantKernel:
         if scheme.activations == "static":  # merged parts have different scales: take the largest
             weights["input_scale"].fill_(weights["input_scale"].max())
 
-    def in_bytes(self, scheme: Scheme, weights: Weights) -> torch.dtype | None:
-        return None
-
     def product(self, scheme: Scheme, weights: Weights, x: Normed) -> torch.Tensor:
         y = _product(scheme, weights, x.whole())
         return y.add_(weights["bias"]) if "bias" in weights else y
-
-    def fused(
-        self, scheme: Scheme, weights: Weights, x: Normed, epilogue: Epilogue[Out]
-    ) -> Out | None:
-        return None
 
 
 def _product(scheme: Scheme, weights: Weights, values: torch.Tensor) -> torch.Tensor:

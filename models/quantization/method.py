@@ -86,7 +86,7 @@ class QuantKernel(Protocol):
 
     def in_bytes(self, scheme: Scheme, weights: Weights) -> torch.dtype | None:
         """As `LinearMethod.in_bytes`."""
-        ...
+        return None
 
     def product(self, scheme: Scheme, weights: Weights, x: Normed) -> torch.Tensor:
         """[T, columns] -> [T, rows], a new tensor, including the bias."""
@@ -96,7 +96,7 @@ class QuantKernel(Protocol):
         self, scheme: Scheme, weights: Weights, x: Normed, epilogue: Epilogue[Out]
     ) -> Out | None:
         """The product, its bias and the epilogue in one kernel; None: there is no such kernel."""
-        ...
+        return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,8 +8,7 @@ Rows of gate_up_proj alternate between gate and up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 
 import torch
 
@@ -43,26 +42,16 @@ def _refuse(name: str, rows: int, columns: int) -> Iterator[Source]:
 def _stacked(load: Load) -> Iterator[Source]:
     experts, rows, columns = load.view.shape
     check_groups(load.name, columns, GROUP)
-    order = _gates_first if load.name.endswith("gate_up_proj") else _as_it_is
-    shape = experts, rows, columns // GROUP
-    yield Source("_blocks", (*shape, GROUP // 2), torch.uint8, ("weight",), partial(_blocks, order))
-    yield Source("_scales", shape, torch.uint8, ("scale",), partial(_scales, order))
+    shape, alternates = (experts, rows, columns // GROUP), load.name.endswith("gate_up_proj")
 
+    def ordered(rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1) if alternates else rows
 
-Order = Callable[[torch.Tensor], torch.Tensor]
+    def blocks(codes: torch.Tensor) -> list[torch.Tensor]:
+        return [ordered(codes).flatten(2).flatten(0, 1)]
 
+    def scales(exponents: torch.Tensor) -> list[torch.Tensor]:
+        return [ordered(check_exponents(exponents)).flatten(0, 1)]
 
-def _blocks(order: Order, blocks: torch.Tensor) -> list[torch.Tensor]:
-    return [order(blocks).flatten(2).flatten(0, 1)]
-
-
-def _scales(order: Order, scales: torch.Tensor) -> list[torch.Tensor]:
-    return [order(check_exponents(scales)).flatten(0, 1)]
-
-
-def _gates_first(rows: torch.Tensor) -> torch.Tensor:
-    return torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1)
-
-
-def _as_it_is(rows: torch.Tensor) -> torch.Tensor:
-    return rows
+    yield Source("_blocks", (*shape, GROUP // 2), torch.uint8, ("weight",), blocks)
+    yield Source("_scales", shape, torch.uint8, ("scale",), scales)

@@ -26,7 +26,7 @@ class SlowStore:
         self.is_copied = False
 
     def read(self, folder: Path, place: int) -> AdapterInfo:
-        return AdapterInfo(b"", 4, ())
+        return AdapterInfo(b"", 4)
 
     async def load(self, place: int, slot: int) -> None:
         await self.may_end.wait()

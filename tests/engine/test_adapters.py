@@ -45,7 +45,7 @@ class FakeStore:
         if text == "broken":
             raise LoRALoadError(f"{folder}: broken")
         self.places[place] = text
-        return AdapterInfo(hashlib.sha256(text.encode()).digest(), 4, ())
+        return AdapterInfo(hashlib.sha256(text.encode()).digest(), 4)
 
     async def load(self, place: int, slot: int) -> None:
         assert not self.used.get(slot), "a slot is written that a request reads"

@@ -95,7 +95,7 @@ def test_products(scheme: Scheme, is_even: bool) -> None:
     assert error(gemv(Normed(x[:1]), matrix), expected[:1]) < TOLERANCE
     for rows in ROWS:
         assert error(skinny_gemm(x[:rows], matrix), expected[:rows]) < TOLERANCE
-    split = skinny_gemm(x[:2], matrix, tiles=Tiles(16, 16, block_of(matrix, 32), 2, 4, 2))
+    split = skinny_gemm(x[:2], matrix, tiles=Tiles(16, 16, block_of(matrix, 32), 4, 2, 2))
     assert error(split, expected[:2]) < TOLERANCE
     gate, up = expected[:3].chunk(2, dim=1)
     assert error(skinny_gemm(x[:3], matrix, gated=True), F.silu(gate) * up) < 2 * TOLERANCE
@@ -223,7 +223,7 @@ def by_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
             TorchOps, name, lambda self, x, *rest, call=plain: call(self, Normed(x.whole()), *rest)
         )
     # The interpreter takes programs one after the other.
-    monkeypatch.setattr(gemv, "choose_row_tiles", lambda matrix, gated: gemv.RowTiles(64, 128, 4))
+    monkeypatch.setattr(gemv, "choose_row_tiles", lambda matrix, gated: gemv.Tiles(64, 128, 4))
     kernel = CudaQuantKernel(DEVICE, DTYPE, TorchOps())
     monkeypatch.setattr(select, "select_kernels", lambda *_: (kernel, CudaExperts(kernel)))
 

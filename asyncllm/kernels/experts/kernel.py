@@ -13,8 +13,6 @@ adds. Sums are in float32. Experts in plain torch are models/layers/torch_ops.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -22,24 +20,13 @@ import triton.language as tl
 from asyncllm.kernels.experts.sort import sort_by_expert
 from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
 from asyncllm.kernels.quant_gemm.matrix import Quantized, block_of, is_fast, plain_matrix
-from asyncllm.kernels.quant_gemm.product import ACTIVATIONS, activate, multiply
+from asyncllm.kernels.quant_gemm.product import ACTIVATIONS, Tiles, activate, multiply
 from asyncllm.kernels.records import Activation, ExpertWeights, Normed, Routed
 
 FEW_TOKENS = 64  # a block of rows holds them all
 MIN_ROWS = 16  # that a product of Triton's has
 SUM_COLUMNS = 1024
 WIDTH_MULTIPLE = 16  # of hidden size and experts' sizes
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """rows and features of a program, columns of the weights at a time."""
-
-    rows: int
-    features: int
-    block: int
-    num_warps: int
-    num_stages: int
 
 
 @triton.jit
@@ -188,19 +175,12 @@ def takes(weights: ExpertWeights) -> bool:
     return is_half and hidden % WIDTH_MULTIPLE == 0 and size % WIDTH_MULTIPLE == 0
 
 
-def experts(
-    x: Normed,
-    weights: ExpertWeights,
-    routed: Routed,
-    gate_up_tiles: Tiles | None = None,
-    down_tiles: Tiles | None = None,
-) -> torch.Tensor:
-    """`Ops.experts`. Of sorted rows both products have tiles of equally many."""
+def experts(x: Normed, weights: ExpertWeights, routed: Routed) -> torch.Tensor:
+    """`Ops.experts`."""
     num_experts, hidden, size = weights.down.shape
     gate_up = plain_matrix(weights.gate_up.view(-1, hidden), weights.gate_up_bias)
     down = plain_matrix(weights.down.view(-1, size), weights.down_bias)
-    tiles = gate_up_tiles, down_tiles
-    return experts_of(x, gate_up, down, num_experts, weights.activation, routed, *tiles)
+    return experts_of(x, gate_up, down, num_experts, weights.activation, routed)
 
 
 def experts_of(
@@ -210,15 +190,13 @@ def experts_of(
     num_experts: int,
     activation: Activation,
     routed: Routed,
-    gate_up_tiles: Tiles | None = None,
-    down_tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """The same in any format: [experts * 2 * size, hidden] and [experts * hidden, size], biases by
-    their rows."""
+    their rows. Of sorted rows both products have tiles of equally many."""
     num_tokens, hidden = x.values.shape
     size, top_k = down.columns, routed.ids.shape[1]
-    gate_up_tiles = gate_up_tiles or choose_tiles(num_tokens, top_k, num_experts, gated=True)
-    down_tiles = down_tiles or choose_tiles(num_tokens, top_k, num_experts, gated=False)
+    gate_up_tiles = choose_tiles(num_tokens, top_k, num_experts, gated=True)
+    down_tiles = choose_tiles(num_tokens, top_k, num_experts, gated=False)
     ids, gates = routed.ids, routed.gates
     assert ids.is_contiguous() and gates.is_contiguous() and x.values.is_contiguous()
     counts, order = ids, ids  # not read where there are few

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from asyncllm.kernels.declaration import Start
-from asyncllm.kernels.online_softmax import LOG2_E, start_softmax
+from asyncllm.kernels.paged_decode.kernel import LOG2_E, start_softmax
 from asyncllm.kernels.records import AttentionLayer
 
 TILE = 32  # tokens that a program takes at a time

@@ -16,21 +16,56 @@ import torch
 import triton
 import triton.language as tl
 
-from asyncllm.kernels.online_softmax import (
-    LOG2_E,
-    add_sink,
-    add_tile,
-    scaled_scores,
-    soft_cap_log2,
-    start_softmax,
-)
-
 TILE = 64  # keys that a program takes at a time
 TILE_ELEMENTS = 8192  # its head_dims together, at most: two tiles in flight are then 64 KiB
 PROGRAMS_PER_SM = 4  # some resident, some to follow: rows of different lengths then balance
 MAX_SPLITS = 64  # one program merges them in one go
 MAX_GROUP = 32  # query heads of a program: what registers and a 4090's on-chip memory hold
 MIN_DOT = 16  # the least side of a tensor-core product
+LOG2_E = 1.4426950408889634  # scores are of base 2: their scale has this factor
+
+
+# The softmax a tile of keys at a time. A program keeps, for each of its query heads, the largest
+# score so far, the sum of exp2(score - best), and the values weighted so, which shrink when a
+# larger score comes.
+@triton.jit
+def start_softmax(HEADS: tl.constexpr, DIM: tl.constexpr):
+    """(best [HEADS], total [HEADS], acc [HEADS, DIM]), before the first tile."""
+    best = tl.full([HEADS], float("-inf"), tl.float32)
+    return best, tl.zeros([HEADS], tl.float32), tl.zeros([HEADS, DIM], tl.float32)
+
+
+@triton.jit
+def add_tile(scores, values, best, total, acc):
+    """The same after a tile: scores [HEADS, TILE], of each head one finite; values [TILE, DIM]."""
+    new_best = tl.maximum(best, tl.max(scores, axis=1))
+    shrink = tl.exp2(best - new_best)
+    weights = tl.exp2(scores - new_best[:, None])
+    total = total * shrink + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None])
+    return new_best, total, acc
+
+
+@triton.jit
+def add_sink(sinks, best, total, acc):
+    """The same after a score of each head that has no value: sinks [HEADS], of base 2."""
+    new_best = tl.maximum(best, sinks)
+    shrink = tl.exp2(best - new_best)
+    return new_best, total * shrink + tl.exp2(sinks - new_best), acc * shrink[:, None]
+
+
+@triton.jit
+def scaled_scores(products, scale_log2, SOFT_CAP_LOG2: tl.constexpr):
+    """Scores of base 2 from q times k. SOFT_CAP_LOG2: of base 2, too, or None."""
+    scores = products * scale_log2
+    if SOFT_CAP_LOG2 is not None:  # tanh(x) = 2 * sigmoid(2 * x) - 1
+        scores = (2 * tl.sigmoid(scores * (2 / SOFT_CAP_LOG2)) - 1) * SOFT_CAP_LOG2
+    return scores
+
+
+def soft_cap_log2(soft_cap: float | None) -> float | None:
+    """A layer's soft cap, of base 2."""
+    return None if soft_cap is None else soft_cap * LOG2_E
 
 
 @triton.jit

@@ -6,25 +6,15 @@ Codes of four bits become numbers by their bits: those of int4 are the mantissa 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from asyncllm.kernels.gemv.kernel import finish_row
+from asyncllm.kernels.gemv.tiles import Tiles
 from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
 from asyncllm.kernels.quant_gemm.matrix import Quantized
 from asyncllm.kernels.records import Norm, Normed
-
-
-@dataclass(frozen=True, slots=True)
-class RowTiles:
-    """features: outputs of a program; block: bytes, or words, of each at a time."""
-
-    features: int
-    block: int
-    num_warps: int
 
 
 @triton.jit
@@ -182,25 +172,17 @@ def _row_kernel(
     )  # fmt: skip
 
 
-def gemv(
-    x: Normed, matrix: Quantized, gated: bool = False, tiles: RowTiles | None = None
-) -> torch.Tensor:
+def gemv(x: Normed, matrix: Quantized, gated: bool = False) -> torch.Tensor:
     """x [1, columns] times the matrix, and its bias: [1, features]. gated: silu of the first half
     times the second."""
     out = x.values.new_empty((1, len(matrix.weight) // (2 if gated else 1)))
-    _launch(tiles or choose_row_tiles(matrix, gated), x, matrix, None, out, None, None, gated)
+    _launch(choose_row_tiles(matrix, gated), x, matrix, None, out, None, None, gated)
     return out
 
 
-def gemv_add_norm(
-    x: torch.Tensor,
-    matrix: Quantized,
-    residual: torch.Tensor,
-    norm: Norm,
-    tiles: RowTiles | None = None,
-) -> Normed:
+def gemv_add_norm(x: torch.Tensor, matrix: Quantized, residual: torch.Tensor, norm: Norm) -> Normed:
     """In place: residual [1, features] += the product. Returns the norm of the sum."""
-    tiles = tiles or choose_row_tiles(matrix, gated=False)
+    tiles = choose_row_tiles(matrix, gated=False)
     programs = triton.cdiv(len(matrix.weight), tiles.features)
     squares = residual.new_empty((1, programs), dtype=torch.float32)
     scaled = torch.empty_like(residual)
@@ -208,15 +190,16 @@ def gemv_add_norm(
     return Normed(scaled, squares, norm.eps)
 
 
-def choose_row_tiles(matrix: Quantized, gated: bool) -> RowTiles:
-    """By sweeps on an H100, weights from memory (docs/log/quantization.md)."""
+def choose_row_tiles(matrix: Quantized, gated: bool) -> Tiles:
+    """By sweeps on an H100, weights from memory (docs/log/quantization.md). A block is of bytes, or
+    of words."""
     if matrix.is_packed:
-        return RowTiles(4, 64, 4)
-    return RowTiles(2, 2048, 4) if gated or matrix.columns > 4096 else RowTiles(4, 1024, 4)
+        return Tiles(4, 64, 4)
+    return Tiles(2, 2048, 4) if gated or matrix.columns > 4096 else Tiles(4, 1024, 4)
 
 
 def _launch(
-    tiles: RowTiles,
+    tiles: Tiles,
     x: Normed,
     matrix: Quantized,
     norm: Norm | None,

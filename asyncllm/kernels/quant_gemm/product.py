@@ -9,12 +9,27 @@ arithmetic or a table.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
 # How a weight is stored: PLAIN 16 bits, BYTES int8 or e4m3, INT4 8 is zero, FP4 e2m1, TABLE.
 PLAIN, BYTES, INT4, FP4, TABLE = range(5)
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped": 2}  # `activate`
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Rows and features of a program, columns at a time (of four bits: a chunk), parts of them."""
+
+    rows: int
+    features: int
+    block: int
+    num_warps: int
+    num_stages: int
+    splits: int = 1
+
 
 _BEGIN = (
     "{{ .reg .b32 lo, hi, t, u, a, b; mov.b32 a, {}; mov.b32 b, {};"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -11,20 +9,8 @@ import triton.language as tl
 from asyncllm.kernels.declaration import num_sms
 from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
 from asyncllm.kernels.quant_gemm.matrix import Quantized, block_of, is_fast
-from asyncllm.kernels.quant_gemm.product import ACTIVATIONS, activate, multiply
+from asyncllm.kernels.quant_gemm.product import ACTIVATIONS, Tiles, activate, multiply
 from asyncllm.kernels.records import SILU, Activation
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """Rows and features of a program, columns at a time (of four bits: a chunk), parts of them."""
-
-    rows: int
-    features: int
-    block: int
-    splits: int
-    num_warps: int
-    num_stages: int
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -102,7 +88,7 @@ def choose_tiles(num_rows: int, matrix: Quantized, gated: bool, sms: int) -> Til
     programs = triton.cdiv(features, tile) * triton.cdiv(num_rows, rows)
     splits = 1 if gated else max(1, min(8, 2 * sms // programs, matrix.columns // 512))
     num_stages = 3 if rows == 64 else 4 if matrix.is_packed else 6
-    return Tiles(rows, tile, block_of(matrix, 128), splits, 4, num_stages)
+    return Tiles(rows, tile, block_of(matrix, 128), 4, num_stages, splits)
 
 
 def skinny_gemm(

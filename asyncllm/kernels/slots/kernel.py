@@ -120,10 +120,8 @@ def fill_decodes_triton(
 ) -> DecodeRows:
     """`FillDecodes` in one kernel. Tables of padding rows are not filled."""
     num_groups, num_slots, num_pages = state.block_tables.shape
-    positions, tables = (
-        torch.empty_like(slots),
-        slots.new_empty((num_groups, len(slots), num_pages)),
-    )
+    positions = torch.empty_like(slots)
+    tables = slots.new_empty((num_groups, len(slots), num_pages))
     _fill_decodes[(len(slots), triton.cdiv(num_pages, TABLE_BLOCK), num_groups)](
         slots, state.last_tokens, state.positions, state.block_tables,
         tokens.token_ids, tokens.positions, tokens.slots, tokens.write_slots,
