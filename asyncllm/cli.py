@@ -36,6 +36,7 @@ from asyncllm.commands.flags import (
     pick,
     read_config_file,
 )
+from asyncllm.commands.terminal import EXIT_CODE_INTERRUPTED
 from asyncllm.commands.vllm_flags import add_vllm_flags, vllm_flags
 from asyncllm.config import EngineArgs
 from asyncllm.errors import EngineDeadError, ModelLoadError
@@ -44,7 +45,6 @@ from asyncllm.server.http.listener import Listener
 from asyncllm.server.observability.logs import set_up_logging
 
 STARTED = time.perf_counter()
-EXIT_CODE_INTERRUPTED = 130
 COMMANDS: dict[str, Any] = {"bench": bench, "kernels": kernels, "doctor": doctor}
 STARTING = {"serve", "run-batch"}  # commands that start an engine in this process at once
 # Commands for a running server, or for the hub: without an engine and its flags.
@@ -79,11 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run_command(partial(_serve, engine_args, server_args))
     options = argparse.Namespace(**given)
     if command == "run-batch":
-        work = partial(run_batch.run, engine_args, server_args, options)
-    else:
-        work = partial(COMMANDS[command].run, engine_args, options)
+        return _run_command(partial(_run_batch, engine_args, server_args, options))
     _set_up_logging("info" if command == "kernels" else "warning")
-    return _run_command(work)
+    return _run_command(partial(COMMANDS[command].run, engine_args, options))
 
 
 def merge(flags: argparse.ArgumentParser, given: dict[str, Any]) -> tuple[EngineArgs, ServerArgs]:
@@ -158,6 +156,14 @@ def _serve(engine_args: EngineArgs, server_args: ServerArgs) -> int:
     except KeyboardInterrupt:  # while loading
         os._exit(EXIT_CODE_INTERRUPTED)  # a normal exit would wait for the loading thread
     return 0
+
+
+def _run_batch(
+    engine_args: EngineArgs, server_args: ServerArgs, options: argparse.Namespace
+) -> int:
+    server_args.check()
+    _set_up_logging(server_args.log_level, server_args.log_format)
+    return run_batch.run(engine_args, server_args, options)
 
 
 def _error_text(error: Exception) -> str:

@@ -38,7 +38,10 @@ LIMITS = {
 
 def flag(default: Any, help: str, **limits: float) -> Any:
     """A dataclass field with its flag's help text, and `LIMITS` of its value."""
-    return field(default=default, metadata={"help": help, "limits": limits})
+    metadata = {"help": help, "limits": limits}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def check_fields(args: DataclassInstance) -> None:

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from asyncllm.errors import ModelLoadError
-from asyncllm.hub.files import INDEX_FILE, SINGLE_FILE
+from asyncllm.hub.files import INDEX_FILE, SINGLE_FILE, read_weight_map
 
 MAX_LISTED_KEYS = 5
 LENGTH_BYTES = 8  # a file begins with its header's length
@@ -98,8 +98,10 @@ def _names(handle: Any) -> set[str]:
 
 def _open_shards(index_file: Path) -> dict[Path, Any]:
     """All shards of the index, after checking that each has the keys that the index lists."""
+    if not index_file.is_file():
+        raise ModelLoadError(f"{index_file.parent}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
     keys_by_shard: dict[str, set[str]] = {}
-    for name, shard in _read_weight_map(index_file).items():
+    for name, shard in read_weight_map(index_file).items():
         keys_by_shard.setdefault(shard, set()).add(name)
     handles = {}
     for shard, keys in sorted(keys_by_shard.items()):
@@ -114,19 +116,3 @@ def _open_shards(index_file: Path) -> dict[Path, Any]:
                 f"{file}: lacks what {index_file.name} promises: {list_keys(absent)}"
             )
     return handles
-
-
-def _read_weight_map(index_file: Path) -> dict[str, str]:
-    """Tensor name -> shard's file name."""
-    if not index_file.is_file():
-        raise ModelLoadError(f"{index_file.parent}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
-    try:
-        weight_map = json.loads(index_file.read_bytes())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ModelLoadError(f"{index_file}: no weight_map: {error!r}") from error
-    if not isinstance(weight_map, dict):
-        raise ModelLoadError(f"{index_file}: weight_map is no object")
-    for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not shard or Path(shard).name != shard:
-            raise ModelLoadError(f"{index_file}: {name}: {shard!r} is no file name")
-    return weight_map

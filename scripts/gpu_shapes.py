@@ -149,6 +149,8 @@ def main() -> int:
         return 0
     if unknown := {*options.names} - {*CASES}:
         parser.error(f"no such shape: {', '.join(sorted(unknown))}")
+    if options.what == "http" and not options.tokenizer:
+        parser.error("http needs --tokenizer: a shape has none")
     options.names = options.names or [*CASES]
     options.seconds = options.seconds or SECONDS[options.what]
     options.at_once = options.at_once or (CHECKS_AT_ONCE if options.what == "check" else 1)

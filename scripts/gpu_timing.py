@@ -20,6 +20,7 @@ SERVING: dict[str, Any] = {
     "max_num_seqs": 256,
     "gpu_memory_utilization": 0.85,
 }
+SHUTDOWN_SECONDS = 60  # running answers get 30 of them
 
 
 def time_http(
@@ -57,9 +58,19 @@ def time_http(
                 name = f"{Path(model).name}-{workload}.txt"
                 (out / name).write_text(done.stderr[-4000:] + done.stdout)
     finally:
-        server.send_signal(signal.SIGINT)
-        server.wait(timeout=30)
+        end(server)
     return rows
+
+
+def end(server: subprocess.Popen[bytes]) -> None:
+    """Let it shut down; one that does not would keep the GPU from what comes next."""
+    server.send_signal(signal.SIGINT)
+    try:
+        server.wait(timeout=SHUTDOWN_SECONDS)
+    except subprocess.TimeoutExpired:
+        print(f"the server did not end within {SHUTDOWN_SECONDS} s", file=sys.stderr, flush=True)
+        server.kill()
+        server.wait()
 
 
 def wait_until_healthy(url: str, server: subprocess.Popen[bytes]) -> None:

@@ -149,11 +149,7 @@ def by_name(architecture: str) -> tuple[str, str]:
     """The verdict on a class in UNSERVED, which is refused before its configuration is read."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps({"architectures": [architecture]}))
-        try:
-            num_groups(Path(folder))
-        except ModelLoadError as error:
-            return "refused", _reason(error)
-    return "failed", "is in UNSERVED, and not refused"
+        return _refused(folder) or ("failed", "is in UNSERVED, and not refused")
 
 
 def refusal(architecture: str) -> tuple[str, str] | None:
@@ -165,10 +161,14 @@ def refusal(architecture: str) -> tuple[str, str] | None:
     config.architectures = [architecture]
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        try:
-            num_groups(Path(folder))
-        except ModelLoadError as error:
-            return "refused", _reason(error)
+        return _refused(folder)
+
+
+def _refused(folder: str) -> tuple[str, str] | None:
+    try:
+        num_groups(Path(folder))
+    except ModelLoadError as error:
+        return "refused", _reason(error)
     return None
 
 

@@ -11,12 +11,13 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import gpu_timing
 import torch
 from gpu_questions import Args
+from gpu_timing import time_http
 from model_shapes import Case, bytes_of_step, write_shape
 
 from asyncllm import AsyncLLMEngine, RequestOutput, SamplingParams
+from asyncllm.commands.bench import tpot_ms, ttft_ms
 from asyncllm.config import EngineArgs
 from asyncllm.engine.stats import IterationStats, SchedulerStats
 from asyncllm.engine.text.prompt import TokensPrompt
@@ -76,20 +77,6 @@ async def all_captured(engine: AsyncLLMEngine) -> None:
         await asyncio.sleep(0.05)
 
 
-def token_ms(output: RequestOutput) -> float:
-    """Milliseconds per token after the first."""
-    metrics = output.metrics
-    assert metrics is not None and metrics.first_token_time and metrics.finished_time
-    seconds = metrics.finished_time - metrics.first_token_time
-    return seconds * 1e3 / (len(output.outputs[0].token_ids) - 1)
-
-
-def first_ms(output: RequestOutput) -> float:
-    metrics = output.metrics
-    assert metrics is not None and metrics.first_token_time
-    return (metrics.first_token_time - metrics.arrival_time) * 1e3
-
-
 async def measure(name: str, case: Case, folder: Path, options: Any) -> dict[str, Any]:
     """Print a line per load; for lat1 and lat8 with the share of `tb_per_s`, by the bytes that a
     step must read."""
@@ -127,9 +114,9 @@ async def _latency(
     outputs = []
     for _ in range(REPETITIONS):
         outputs += await load.answer(rows, PROMPT_TOKENS, ANSWER_TOKENS + 1)
-    each, limit = statistics.median(map(token_ms, outputs)), num_bytes / tb_per_s / 1e9
+    each, limit = statistics.median(map(tpot_ms, outputs)), num_bytes / tb_per_s / 1e9
     return {
-        "ttft_ms": round(statistics.median(map(first_ms, outputs)), 2),
+        "ttft_ms": round(statistics.median(map(ttft_ms, outputs)), 2),
         "tpot_ms": round(each, 3),
         "device_ms": round(statistics.median(steps.ms[rows]), 3) if steps.ms[rows] else None,
         "read_gb": round(num_bytes / 1e9, 3),
@@ -147,7 +134,7 @@ async def _throughput(load: Load, steps: DeviceSteps) -> dict[str, float | None]
     full = [ms for rows, each in steps.ms.items() if rows > count // 2 for ms in each]
     return {
         "output_tokens_per_s": round(count * length / seconds),
-        "ttft_ms": round(statistics.median(map(first_ms, outputs)), 1),
+        "ttft_ms": round(statistics.median(map(ttft_ms, outputs)), 1),
         "decode_step_ms": round(statistics.median(full), 2) if full else None,
     }
 
@@ -197,10 +184,10 @@ async def measure_memory(name: str, case: Case, folder: Path) -> dict[str, Any]:
 def measure_http(name: str, case: Case, folder: Path, options: Any) -> dict[str, Any]:
     """The workloads of loadtest.py, against a server of its own."""
     model = write_shape(case.shape, folder / name)
-    serving = {k: v for k, v in (SETTINGS | case.args).items() if k != "skip_tokenizer_init"}
-    gpu_timing.SERVING = serving | {"tokenizer": options.tokenizer}
+    settings = SETTINGS | case.args | {"tokenizer": options.tokenizer}
+    del settings["skip_tokenizer_init"]
     result: dict[str, Any] = {}
-    for row in gpu_timing.time_http(str(model), options.workloads.split(","), None):
+    for row in time_http(str(model), options.workloads.split(","), None, settings):
         load, measured = row["workload"], row["result"]
         if "latency_ms" not in measured:
             print(f"     {name} {load}: {json.dumps(measured)[:600]}", flush=True)

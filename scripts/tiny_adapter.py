@@ -18,7 +18,7 @@ import numpy as np
 import tiny_text
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny_shards import START, TRAINED, pack
+from tiny_shards import encoded_documents, pack
 from tiny_tokenizer import PAD, SPECIAL_TOKENS
 from tiny_training import Batch, RowStream, batch_loss, learning_rate
 from tokenizers import Tokenizer
@@ -45,16 +45,10 @@ def as_pirate(shown: tiny_text.Example) -> tiny_text.Example:
 
 def rows(tokenizer: Tokenizer, num_examples: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Packed rows, as tiny_shards makes them; of short conversations, which have the style, too."""
-    documents = []
-    for shown in itertools.islice(tiny_text.training_examples(seed), num_examples):
-        parts = [
-            np.array(tokenizer.encode(text).ids, np.uint16) | np.uint16(TRAINED if trained else 0)
-            for text, trained in tiny_text.segments(as_pirate(shown))
-        ]
-        parts[0][0] |= START
-        if sum(map(len, parts)) <= LONGEST:
-            documents.append(np.concatenate(parts))
-    return pack(documents, SPECIAL_TOKENS.index(PAD))
+    shown = itertools.islice(tiny_text.training_examples(seed), num_examples)
+    documents = encoded_documents(tokenizer, (tiny_text.segments(as_pirate(one)) for one in shown))
+    short = [document for document in documents if len(document) <= LONGEST]
+    return pack(short, SPECIAL_TOKENS.index(PAD))
 
 
 def train_adapter(base: Path, stream: RowStream, steps: int, device: str) -> PeftModel:

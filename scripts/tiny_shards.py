@@ -51,11 +51,11 @@ def _documents(seed: int) -> Iterator[list[tuple[str, bool]]]:
             yield [(tiny_text.plain_document(rng) + END_OF_TEXT, True)]
 
 
-def encoded_documents(tokenizer: Tokenizer, seed: int) -> Iterator[np.ndarray]:
-    """Endless documents as uint16 [tokens], with their START and TRAINED bits."""
-    documents = _documents(seed)
-    while True:
-        chunk = list(itertools.islice(documents, CHUNK_EXAMPLES))
+def encoded_documents(
+    tokenizer: Tokenizer, documents: Iterator[list[tuple[str, bool]]]
+) -> Iterator[np.ndarray]:
+    """The documents as uint16 [tokens], with their START and TRAINED bits."""
+    while chunk := list(itertools.islice(documents, CHUNK_EXAMPLES)):
         pieces = [piece for document in chunk for piece in document]
         encodings = tokenizer.encode_batch_fast([text for text, _ in pieces])
         parts = iter(
@@ -123,7 +123,7 @@ def write_shard(work: tuple[int, Path, Path, int]) -> Path:
     """One shard file of about `num_tokens` tokens, its content a function of the seed."""
     seed, tokenizer_path, folder, num_tokens = work
     tokenizer = _load_tokenizer(tokenizer_path)
-    stream, documents, count = encoded_documents(tokenizer, seed), [], 0
+    stream, documents, count = encoded_documents(tokenizer, _documents(seed)), [], 0
     while count < num_tokens:
         documents.append(next(stream))
         count += len(documents[-1])

@@ -28,11 +28,14 @@ from tqdm import tqdm
 
 from asyncllm.config import EngineArgs
 from asyncllm.engine.async_engine import AsyncLLMEngine
+from asyncllm.engine.text.render_limit import install_signal
 from asyncllm.server.app import build_app
 from asyncllm.server.args import ServerArgs
 from asyncllm.server.http.field_errors import field_error
 from asyncllm.server.http.listener import Listener
+from asyncllm.server.lora import load_modules
 from asyncllm.server.routes import served_routes
+from asyncllm.server.serve import logs
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 REQUESTS_PER_SLOT = 2  # asked at a time, for each sequence that runs at once
@@ -70,11 +73,13 @@ async def answer_file(
         max_queued_tokens=sys.maxsize,
         max_queue_seconds=math.inf,
     )
+    install_signal()
     engine = AsyncLLMEngine.from_engine_args(patient)
     engine.show_progress = sys.stderr.isatty()
     async with serving(engine, server_args) as session:
         batch = Batch(session, urls, engine.config.max_num_seqs * REQUESTS_PER_SLOT)
-        await batch.run(lines, out)
+        with logs(engine, server_args):
+            await batch.run(lines, out)
     print(f"{batch.num_answered} answered, {batch.num_failed} failed", file=sys.stderr)
     if batch.num_malformed:
         print(f"{batch.num_malformed} of them are no requests of a batch", file=sys.stderr)
@@ -87,14 +92,14 @@ async def serving(engine: AsyncLLMEngine, args: ServerArgs) -> AsyncIterator[aio
     with tempfile.TemporaryDirectory(prefix="asyncllm-") as folder:  # for this user alone
         socket, key = str(Path(folder) / "socket"), secrets.token_urlsafe()
         args = replace(
-            args, uds=socket, api_key=[key], disable_page=True, max_connections=sys.maxsize,
-            ssl_certfile=None, ssl_keyfile=None,
-        )  # fmt: skip
+            args, uds=socket, api_key=[key], disable_page=True, max_connections=sys.maxsize
+        )
         runner = web.AppRunner(build_app(engine, args), handler_cancellation=True, access_log=None)
         await runner.setup()
         listener = Listener.bind(args)
         try:
             await engine.start()
+            await load_modules(engine, args)
             await listener.start(runner)
             async with aiohttp.ClientSession(
                 "http://localhost",
@@ -167,15 +172,27 @@ class Batch:
             return _refusal(asked.custom_id, number, "stream is not possible in a batch")
         try:
             async with self._room, self._session.post(asked.url, json=asked.body) as response:
-                body = orjson.loads(await response.read())
+                body = _body(await response.read())
         except aiohttp.ClientError as error:
             return _refusal(asked.custom_id, number, f"no answer: {error}", "no_answer")
         failed = response.status != 200
         return _line(
             asked.custom_id,
             {"status_code": response.status, "request_id": _id("req"), "body": body},
-            body.get("error", body) if failed else None,
+            _error(body) if failed else None,
         )
+
+
+def _body(answer: bytes) -> Any:
+    """JSON, or the text that some routes answer with."""
+    try:
+        return orjson.loads(answer)
+    except orjson.JSONDecodeError:
+        return answer.decode(errors="replace")
+
+
+def _error(body: Any) -> Any:
+    return body.get("error", body) if isinstance(body, dict) else body
 
 
 def _numbered(lines: BinaryIO) -> Iterator[tuple[int, bytes]]:

@@ -71,8 +71,8 @@ def _latency(engine_args: EngineArgs, options: argparse.Namespace) -> Result:
             outputs = await _answer(engine, prompts.make(options.batch_size), options.output_len)
             if iteration >= options.num_iters_warmup:
                 seconds.append(time.perf_counter() - start)
-                ttfts += [_ttft_ms(output) for output in outputs]
-                tpots += [_tpot_ms(output) for output in outputs]
+                ttfts += [ttft_ms(output) for output in outputs]
+                tpots += [tpot_ms(output) for output in outputs]
         return {
             "latency_s": _spread(seconds),
             "ttft_ms": _spread(ttfts),
@@ -98,8 +98,8 @@ def _throughput(engine_args: EngineArgs, options: argparse.Namespace) -> Result:
             "requests_per_s": len(outputs) / seconds,
             "output_tokens_per_s": len(outputs) * options.output_len / seconds,
             "total_tokens_per_s": len(outputs) * (options.input_len + options.output_len) / seconds,
-            "ttft_ms": _spread([_ttft_ms(output) for output in outputs]),
-            "tpot_ms": _spread([_tpot_ms(output) for output in outputs]),
+            "ttft_ms": _spread([ttft_ms(output) for output in outputs]),
+            "tpot_ms": _spread([tpot_ms(output) for output in outputs]),
         }
 
     return _with_engine(engine_args, options, measure)
@@ -172,8 +172,9 @@ async def _answer(
     engine: AsyncLLMEngine, prompts: list[list[int]], length: int, bar: str | None = None
 ) -> list[RequestOutput]:
     params = SamplingParams(
-        temperature=0, ignore_eos=True, max_tokens=length, output_kind=RequestOutputKind.FINAL_ONLY
-    )
+        temperature=0, ignore_eos=True, max_tokens=length, output_kind=RequestOutputKind.FINAL_ONLY,
+        detokenize=engine.config.tokenizer_path is not None,
+    )  # fmt: skip
     progress = _bar(len(prompts), bar) if bar is not None else None
 
     async def one(prompt: list[int]) -> RequestOutput:
@@ -208,13 +209,13 @@ def _conditions(engine: AsyncLLMEngine, options: argparse.Namespace) -> Result:
 # --- numbers ----------------------------------------------------------------------------------
 
 
-def _ttft_ms(output: RequestOutput) -> float:
+def ttft_ms(output: RequestOutput) -> float:
     metrics = output.metrics
     assert metrics is not None and metrics.first_token_time is not None
     return (metrics.first_token_time - metrics.arrival_time) * 1e3
 
 
-def _tpot_ms(output: RequestOutput) -> float:
+def tpot_ms(output: RequestOutput) -> float:
     """Per token after the first; 0 where there is only one."""
     metrics, count = output.metrics, len(output.outputs[0].token_ids) - 1
     assert metrics is not None and metrics.first_token_time is not None

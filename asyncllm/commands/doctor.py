@@ -28,8 +28,7 @@ CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 CPU_FEATURES_ARM = ("asimd", "bf16", "i8mm", "sve")
 MIN_CAPABILITY = (8, 0)
 MAX_MODULES_WITHOUT_BYTECODE = 50
-# Distribution -> the import that proves it, the extra that brings it.
-GPU_PACKAGES = {"flashinfer-python": ("flashinfer", "cuda"), "flash-attn": ("flash_attn", "")}
+GPU_PACKAGES = ("flashinfer-python", "flash-attn")  # whose ranges are checked where installed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

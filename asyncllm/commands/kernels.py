@@ -99,14 +99,10 @@ def _compile_triton(engine_args: EngineArgs, config: EngineConfig) -> None:
         startup = asyncio.run(start())
     write_list(config, launched)
     print(f"{len(set(launched))} are there")
-    unlisted = modules.used_modules() - {module.name for module in modules_of_args(engine_args)}
+    unlisted = modules.used_modules() - {module.name for module in modules_of(config)}
     if unlisted:
         print(f"also loaded: {', '.join(sorted(unlisted))}")
     print(f"start: {startup['seconds']}\nFlashInfer's cache: {modules.cache_folder()}")
-
-
-def modules_of_args(engine_args: EngineArgs) -> list[Buildable]:
-    return modules_of(engine_args.create_engine_config())
 
 
 def _print_triton(config: EngineConfig) -> bool:

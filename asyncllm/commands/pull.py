@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 
+from asyncllm.commands.terminal import EXIT_CODE_INTERRUPTED
 from asyncllm.errors import ModelLoadError
 from asyncllm.hub.cache import Repo, cache_folder
 from asyncllm.hub.download import download
 from asyncllm.model_config import BUILTIN_MODELS
 
-EXIT_CODE_INTERRUPTED = 130
 HELP = "download a model of the hub, or what is new of it, and verify all of it"
 
 

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from asyncllm.commands.flag_groups import GROUPS
 from asyncllm.config import EngineArgs
-
-if TYPE_CHECKING:
-    from asyncllm.server.args import ServerArgs
+from asyncllm.server.args import ServerArgs
 
 HELP = "answer a file of requests in OpenAI's batch format"
+# Flags of connections, clients and streams.
+REFUSED = f"""{GROUPS["access"][1]}
+    host port uds root_path ssl_certfile ssl_keyfile max_connections shutdown_timeout disable_page
+    stream_interval enable_force_include_usage enable_request_id_headers metrics_prefix
+    """.split()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +34,9 @@ def run(engine_args: EngineArgs, server_args: ServerArgs, options: argparse.Name
     """The exit code. Raises `OSError`, `ValueError`, `ModelLoadError`."""
     import uvloop
 
+    for name in REFUSED:
+        if getattr(server_args, name) != getattr(ServerArgs(), name):
+            raise ValueError(f"{name} has no meaning in a batch, which has no clients")
     from asyncllm.commands.batch import answer_file  # aiohttp and torch are behind it
 
     source, target = Path(options.input_file), Path(options.output_file)

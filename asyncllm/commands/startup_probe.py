@@ -24,8 +24,9 @@ async def probe(args: EngineArgs) -> dict[str, Any]:
     from asyncllm.engine.async_engine import AsyncLLMEngine
 
     imported = time.perf_counter() - STARTED
+    params = SamplingParams(max_tokens=1, detokenize=not args.skip_tokenizer_init)
     async with AsyncLLMEngine.from_engine_args(args) as engine:
-        await engine.generate([3], SamplingParams(max_tokens=1))
+        await engine.generate([3], params)
         total = time.perf_counter() - STARTED
         startup = engine.startup
     phases = {"imports": imported, **startup.pop("seconds")}

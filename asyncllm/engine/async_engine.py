@@ -27,8 +27,9 @@ from asyncllm.engine.recorder import TIMELINE_STEPS, Recorder
 from asyncllm.engine.snapshot import Snapshot, take_snapshot
 from asyncllm.engine.stats import AbortCause, SchedulerStats, StatLogger
 from asyncllm.engine.text.prompt import ParsedPrompt, PromptInput
+from asyncllm.engine.text.prompt_encoder import NO_TOKENIZER
 from asyncllm.engine.text.tokenizer import Tokenizer
-from asyncllm.errors import EngineDeadError, EngineNotStartedError
+from asyncllm.errors import EngineDeadError, EngineNotStartedError, InvalidRequestError
 from asyncllm.lora import LoRARequest
 from asyncllm.sampling_params import BeamSearchParams, SamplingParams, check_sampling_params
 
@@ -249,7 +250,7 @@ class AsyncLLMEngine:
     def tokenizer(self) -> Tokenizer:
         tokenizer = self.input_processor.tokenizer
         if tokenizer is None:
-            raise ValueError("the engine was started with skip_tokenizer_init")
+            raise InvalidRequestError(NO_TOKENIZER)
         return tokenizer
 
     @property

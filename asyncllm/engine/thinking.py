@@ -53,6 +53,7 @@ def reasoning_tokens(config: EngineConfig, tokenizer: Tokenizer | None) -> Reaso
         tokenizer.chat_template,
         tokenizer.special_tokens,
         reasoning_parser=config.reasoning_parser,
+        response_template=tokenizer.response_template,
     )
     marks = found.reasoning if found is not None else None
     if marks is None:

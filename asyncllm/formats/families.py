@@ -9,6 +9,8 @@ minimax_m2_append_think (reasoning left in the content).
 
 from __future__ import annotations
 
+from typing import Any
+
 from asyncllm.formats.answer_format import (
     AnswerFormat,
     CallSyntax,
@@ -29,39 +31,45 @@ from asyncllm.formats.call_syntaxes import (
     python_list,
 )
 
-_HERMES = AnswerFormat(calls=(between("<tool_call>\n", "\n</tool_call>"),))
-_QWEN3_CODER = AnswerFormat(
-    calls=(
-        function_tags(("<tool_call>\n",), ("\n</tool_call>",)),
-        function_tags((), ()),  # models sometimes omit the outer tag
+_DSML = "｜DSML｜"
+
+
+def _calls(*syntaxes: CallSyntax, **more: Any) -> AnswerFormat:
+    """A format of calls alone. more: other fields of `AnswerFormat`."""
+    return AnswerFormat(calls=syntaxes, **more)
+
+
+def _dsml_calls(name: str) -> AnswerFormat:
+    begin, end = (f"<{_DSML}{name}>\n",), (f"\n</{_DSML}{name}>",)
+    return _calls(invoke_tags(begin, end, prefix=_DSML, tells_strings=True))
+
+
+_HERMES = _calls(between("<tool_call>\n", "\n</tool_call>"))
+_QWEN3_CODER = _calls(
+    function_tags(("<tool_call>\n",), ("\n</tool_call>",)),
+    function_tags((), ()),  # models sometimes omit the outer tag
+)
+_GLM45 = _calls(
+    CallSyntax(
+        TaggedArguments(
+            ("\n",),
+            "<arg_key>",
+            ("</arg_key>\n", "<arg_value>"),
+            "</arg_value>\n",
+            ("</tool_call>",),
+        ),
+        call_begin=("<tool_call>",),
+        separator="\n",
     )
 )
-_GLM45 = AnswerFormat(
-    calls=(
-        CallSyntax(
-            TaggedArguments(
-                ("\n",),
-                "<arg_key>",
-                ("</arg_key>\n", "<arg_value>"),
-                "</arg_value>\n",
-                ("</tool_call>",),
-            ),
-            call_begin=("<tool_call>",),
-            separator="\n",
-        ),
-    )
-)
-_LLAMA_JSON = AnswerFormat(
-    calls=(
-        CallSyntax(
-            JsonCall(argument_keys=("parameters", "arguments"), bare=True),
-            call_begin=("{",),
-            separator="; ",
-        ),
+_LLAMA_JSON = _calls(
+    CallSyntax(
+        JsonCall(argument_keys=("parameters", "arguments"), bare=True),
+        call_begin=("{",),
+        separator="; ",
     ),
     noise=("<|python_tag|>", "<|python_start|>", "<|python_end|>"),
 )
-_DSML = "｜DSML｜"
 HARMONY = ChannelSyntax(
     begins=("<|start|>", "<|channel|>"),
     message="<|message|>",
@@ -87,147 +95,105 @@ _COHERE = AnswerFormat(
 
 # vLLM's --tool-call-parser -> the format of calls
 TOOL_PARSERS: dict[str, AnswerFormat] = {
-    "apertus": AnswerFormat(
-        calls=(json_list(("<|tools_prefix|>",), ("<|tools_suffix|>",), JsonCall(name_is_key=True)),)
+    "apertus": _calls(
+        json_list(("<|tools_prefix|>",), ("<|tools_suffix|>",), JsonCall(name_is_key=True))
     ),
     "cohere_command3": _COHERE,
     "cohere_command4": _COHERE,
-    "deepseek_v3": AnswerFormat(
-        calls=(deepseek(("function", "<｜tool▁sep｜>"), ("\n```json\n",), ("\n```",), "\n"),)
+    "deepseek_v3": _calls(
+        deepseek(("function", "<｜tool▁sep｜>"), ("\n```json\n",), ("\n```",), "\n")
     ),
-    "deepseek_v31": AnswerFormat(calls=(deepseek((), ("<｜tool▁sep｜>",)),)),
-    "deepseek_v32": AnswerFormat(
-        calls=(
-            invoke_tags(
-                (f"<{_DSML}function_calls>\n",),
-                (f"\n</{_DSML}function_calls>",),
-                prefix=_DSML,
-                tells_strings=True,
-            ),
-        )
-    ),
-    "deepseek_v4": AnswerFormat(
-        calls=(
-            invoke_tags(
-                (f"<{_DSML}tool_calls>\n",),
-                (f"\n</{_DSML}tool_calls>",),
-                prefix=_DSML,
-                tells_strings=True,
-            ),
-        )
-    ),
+    "deepseek_v31": _calls(deepseek((), ("<｜tool▁sep｜>",))),
+    "deepseek_v32": _dsml_calls("function_calls"),
+    "deepseek_v4": _dsml_calls("tool_calls"),
     "ernie45": _HERMES,
-    "functiongemma": AnswerFormat(
-        calls=(gemma("<start_function_call>", "<end_function_call>", "<escape>"),)
-    ),
-    "gemma4": AnswerFormat(calls=(gemma("<|tool_call>", "<tool_call|>", '<|"|>'),)),
-    "gigachat3": AnswerFormat(
-        calls=(
-            CallSyntax(JsonCall(), call_begin=("<|function_call|>",)),
-            CallSyntax(JsonCall(), call_begin=("function call<|role_sep|>\n",)),
-        ),
+    "functiongemma": _calls(gemma("<start_function_call>", "<end_function_call>", "<escape>")),
+    "gemma4": _calls(gemma("<|tool_call>", "<tool_call|>", '<|"|>')),
+    "gigachat3": _calls(
+        CallSyntax(JsonCall(), call_begin=("<|function_call|>",)),
+        CallSyntax(JsonCall(), call_begin=("function call<|role_sep|>\n",)),
         noise=("<|message_sep|>",),
     ),
     "glm45": _GLM45,
     "glm47": _GLM45,
-    "granite": AnswerFormat(calls=(json_list(("<|tool_call|>",)), json_list(("<tool_call>",)))),
-    "granite-20b-fc": AnswerFormat(
-        calls=(CallSyntax(JsonCall(), call_begin=("<function_call> ",)),)
-    ),
+    "granite": _calls(json_list(("<|tool_call|>",)), json_list(("<tool_call>",))),
+    "granite-20b-fc": _calls(CallSyntax(JsonCall(), call_begin=("<function_call> ",))),
     "granite4": _HERMES,
     "hermes": _HERMES,
-    "hunyuan_a13b": AnswerFormat(calls=(json_list(("<tool_calls>",), ("</tool_calls>",)),)),
-    "hy_v3": AnswerFormat(
-        calls=(
-            CallSyntax(
-                TaggedArguments(
-                    ("<tool_sep>\n",),
-                    "<arg_key>",
-                    ("</arg_key>\n", "<arg_value>"),
-                    "</arg_value>\n",
-                    ("</tool_call>",),
-                ),
-                ("<tool_calls>\n",),
-                ("<tool_call>",),
-                separator="\n",
-                end=("\n</tool_calls>",),
+    "hunyuan_a13b": _calls(json_list(("<tool_calls>",), ("</tool_calls>",))),
+    "hy_v3": _calls(
+        CallSyntax(
+            TaggedArguments(
+                ("<tool_sep>\n",),
+                "<arg_key>",
+                ("</arg_key>\n", "<arg_value>"),
+                "</arg_value>\n",
+                ("</tool_call>",),
             ),
+            ("<tool_calls>\n",),
+            ("<tool_call>",),
+            separator="\n",
+            end=("\n</tool_calls>",),
         )
     ),
-    "internlm": AnswerFormat(
-        calls=(
-            CallSyntax(
-                JsonCall(argument_keys=("parameters", "arguments")),
-                call_begin=("<|action_start|>", "<|plugin|>\n"),
-                call_end=("<|action_end|>",),
-            ),
+    "internlm": _calls(
+        CallSyntax(
+            JsonCall(argument_keys=("parameters", "arguments")),
+            call_begin=("<|action_start|>", "<|plugin|>\n"),
+            call_end=("<|action_end|>",),
         )
     ),
-    "jamba": AnswerFormat(calls=(json_list(("<tool_calls>",), ("</tool_calls>",)),)),
-    "kimi_k2": AnswerFormat(
-        calls=(
-            CallSyntax(
-                NamedJson(("<|tool_call_argument_begin|>",), prefix="functions.", numbered=True),
-                ("<|tool_calls_section_begin|>",),
-                ("<|tool_call_begin|>",),
-                ("<|tool_call_end|>",),
-                end=("<|tool_calls_section_end|>",),
-            ),
+    "jamba": _calls(json_list(("<tool_calls>",), ("</tool_calls>",))),
+    "kimi_k2": _calls(
+        CallSyntax(
+            NamedJson(("<|tool_call_argument_begin|>",), prefix="functions.", numbered=True),
+            ("<|tool_calls_section_begin|>",),
+            ("<|tool_call_begin|>",),
+            ("<|tool_call_end|>",),
+            end=("<|tool_calls_section_end|>",),
         ),
         calls_end_reasoning=True,
     ),
-    "lfm2": AnswerFormat(calls=(python_list(("<|tool_call_start|>",), ("<|tool_call_end|>",)),)),
+    "lfm2": _calls(python_list(("<|tool_call_start|>",), ("<|tool_call_end|>",))),
     "llama3_json": _LLAMA_JSON,
     "llama4_json": _LLAMA_JSON,
-    "llama4_pythonic": AnswerFormat(
-        calls=(python_list(), python_list(("<|python_start|>",), ("<|python_end|>",)))
+    "llama4_pythonic": _calls(
+        python_list(), python_list(("<|python_start|>",), ("<|python_end|>",))
     ),
-    "longcat": AnswerFormat(calls=(between("<longcat_tool_call>", "</longcat_tool_call>"),)),
+    "longcat": _calls(between("<longcat_tool_call>", "</longcat_tool_call>")),
     "mimo": _QWEN3_CODER,
-    "minicpm5": AnswerFormat(
-        calls=(
-            CallSyntax(
-                TaggedArguments(('">',), '<param name="', ('">',), "</param>", ("</function>",)),
-                call_begin=('<function name="',),
-            ),
+    "minicpm5": _calls(
+        CallSyntax(
+            TaggedArguments(('">',), '<param name="', ('">',), "</param>", ("</function>",)),
+            call_begin=('<function name="',),
         )
     ),
-    "minimax_m2": AnswerFormat(
-        calls=(invoke_tags(("<minimax:tool_call>\n",), ("\n</minimax:tool_call>",)),)
-    ),
-    "mistral": AnswerFormat(
-        calls=(
-            json_list(("[TOOL_CALLS]",)),
-            CallSyntax(NamedJson(("[ARGS]",), id_begin="[CALL_ID]"), call_begin=("[TOOL_CALLS]",)),
-        ),
+    "minimax_m2": _calls(invoke_tags(("<minimax:tool_call>\n",), ("\n</minimax:tool_call>",))),
+    "mistral": _calls(
+        json_list(("[TOOL_CALLS]",)),
+        CallSyntax(NamedJson(("[ARGS]",), id_begin="[CALL_ID]"), call_begin=("[TOOL_CALLS]",)),
         short_ids=True,
     ),
-    "olmo3": AnswerFormat(
-        calls=(
-            CallSyntax(LiteralArguments(), begin=("<function_calls>",), end=("</function_calls>",)),
-        )
+    "olmo3": _calls(
+        CallSyntax(LiteralArguments(), begin=("<function_calls>",), end=("</function_calls>",))
     ),
     "openai": _HARMONY,
-    "phi4_mini_json": AnswerFormat(calls=(json_list(("functools",)),)),
+    "phi4_mini_json": _calls(json_list(("functools",))),
     "poolside_v1": _GLM45,
-    "pythonic": AnswerFormat(calls=(python_list(),)),
+    "pythonic": _calls(python_list()),
     "qwen3_coder": _QWEN3_CODER,
     "qwen3_xml": _QWEN3_CODER,
-    "seed_oss": AnswerFormat(
-        calls=(function_tags(("<seed:tool_call>\n",), ("\n</seed:tool_call>",)),)
-    ),
-    "solar_open2": AnswerFormat(
-        calls=(
-            CallSyntax(
-                TaggedArguments(
-                    ("\n",),
-                    "<|tool_arg:start|>",
-                    ("<|tool_arg:value|>",),
-                    "<|tool_arg:end|>\n",
-                    ("<|tool_call:end|>",),
-                ),
-                call_begin=("<|tool_call:start|>",),
+    "seed_oss": _calls(function_tags(("<seed:tool_call>\n",), ("\n</seed:tool_call>",))),
+    "solar_open2": _calls(
+        CallSyntax(
+            TaggedArguments(
+                ("\n",),
+                "<|tool_arg:start|>",
+                ("<|tool_arg:value|>",),
+                "<|tool_arg:end|>\n",
+                ("<|tool_call:end|>",),
             ),
+            call_begin=("<|tool_call:start|>",),
         ),
         calls_end_reasoning=True,
     ),
@@ -245,13 +211,11 @@ TOOL_PARSERS: dict[str, AnswerFormat] = {
         )
     ),
     "step3p5": _QWEN3_CODER,
-    "xlam": AnswerFormat(
-        calls=(
-            CallSyntax(JsonCall(bare=True), ("[",), ("{",), separator=", ", end=("]",)),
-            json_list(("[TOOL_CALLS]",)),
-            json_list(("<tool_call>",), ("</tool_call>",)),
-            json_list(("```json\n",), ("\n```",)),
-        )
+    "xlam": _calls(
+        CallSyntax(JsonCall(bare=True), ("[",), ("{",), separator=", ", end=("]",)),
+        json_list(("[TOOL_CALLS]",)),
+        json_list(("<tool_call>",), ("</tool_call>",)),
+        json_list(("```json\n",), ("\n```",)),
     ),
 }
 

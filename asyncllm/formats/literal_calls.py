@@ -16,12 +16,12 @@ from asyncllm.formats.cursor import Cursor, Emit, Reading
 from asyncllm.formats.json_text import MAX_KEY_CHARS
 from asyncllm.formats.open_call import OpenCall
 from asyncllm.formats.text_markers import text_markers
+from asyncllm.formats.values import PYTHON, inside, quoted, refuse
 
 MAX_WORD_CHARS = 512  # in a number
 
 _KEY = re.compile(r"[\w\-]+")
 _WORD = re.compile(r"[\w.+\-]+")
-_WORDS = {"True": "true", "False": "false", "None": "null"}
 _CLOSERS = {"[": "]", "(": ")", "{": "}"}
 _PLAIN = {"'": re.compile(r"[^'\\]+"), '"': re.compile(r'[^"\\]+')}
 _ESCAPES = {
@@ -100,7 +100,7 @@ class _LiteralReader:
             return False
         yield from self._cursor.spaces()
         self._cursor.let_go()
-        return (yield from self._read_value(f"{comma}{_quoted(key)}: "))
+        return (yield from self._read_value(f"{comma}{quoted(key)}: "))
 
     def _read_key(self) -> Reading[str | None]:
         quote = yield from self._read_quote()
@@ -130,7 +130,7 @@ class _LiteralReader:
             return is_whole
         self._cursor.hold()
         word = yield from self._cursor.run(_WORD, MAX_WORD_CHARS)
-        value = _WORDS.get(word, word)
+        value = PYTHON.get(word, word)
         if not _is_json(value) or (self._cursor.ended and self._cursor.is_empty):
             return False
         self._cursor.let_go()
@@ -148,11 +148,11 @@ class _LiteralReader:
         if len(quote) > 1:
             markers = text_markers(quote)
             found = yield from self._cursor.until(
-                markers, lambda text: emit(_inside(text)), max_spaces=0, keeps_half=False
+                markers, lambda text: emit(inside(text)), max_spaces=0, keeps_half=False
             )
             return found is not None
         while True:
-            yield from self._cursor.feed(_PLAIN[quote], lambda text: emit(_inside(text)))
+            yield from self._cursor.feed(_PLAIN[quote], lambda text: emit(inside(text)))
             if (yield from self._cursor.literal(quote)):
                 return True
             if not (yield from self._cursor.has(2)):
@@ -163,14 +163,14 @@ class _LiteralReader:
     def _read_escape(self, char: str) -> Reading[str]:
         num_digits = _CODES.get(char)
         if num_digits is None:
-            return _inside(_ESCAPES.get(char, f"\\{char}"))
+            return inside(_ESCAPES.get(char, f"\\{char}"))
         yield from self._cursor.has(num_digits)
         digits = yield from self._cursor.run(_HEX_DIGITS[num_digits], 0)
         if len(digits) != num_digits or int(digits, 16) > sys.maxunicode:
-            return _inside(f"\\{char}{digits}")
+            return inside(f"\\{char}{digits}")
         code = int(digits, 16)
         # Surrogates stay escaped: alone they are no character.
-        return f"\\u{code:04x}" if 0xD800 <= code < 0xE000 else _inside(chr(code))
+        return f"\\u{code:04x}" if 0xD800 <= code < 0xE000 else inside(chr(code))
 
 
 _HEX_DIGITS = {n: re.compile(f"[0-9a-fA-F]{{{n}}}") for n in _CODES.values()}
@@ -178,19 +178,7 @@ _HEX_DIGITS = {n: re.compile(f"[0-9a-fA-F]{{{n}}}") for n in _CODES.values()}
 
 def _is_json(word: str) -> bool:
     try:
-        json.loads(word, parse_constant=_refuse)
+        json.loads(word, parse_constant=refuse)
     except ValueError:
         return False
     return True
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _inside(text: str) -> str:
-    return _quoted(text)[1:-1]

@@ -69,14 +69,10 @@ class ModelFormat:
     def call_grammar(self, choice: ToolChoice, parallel: bool = True) -> str | None:
         """A Lark grammar of the text after the reasoning; None if any text is allowed.
 
-        With channels, it includes the reasoning (`grammar_reasons`). Calls of required or strict
+        With channels, it includes the reasoning. Calls of required or strict
         tools are written in the model's syntax. Raises `InvalidRequestError` naming the tool.
         """
         return call_grammar(self.format, choice, self.special_tokens, parallel)
-
-    @property
-    def grammar_reasons(self) -> bool:
-        return self.format.channels is not None
 
     def is_reasoning_open(self, prompt: str, prefix: str = "") -> bool:
         """Whether the output continues reasoning that the prompt began."""

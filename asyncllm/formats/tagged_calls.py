@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 from asyncllm.formats.answer_format import TaggedArguments
@@ -10,7 +9,7 @@ from asyncllm.formats.cursor import Cursor, Emit, Reading
 from asyncllm.formats.json_text import MAX_KEY_CHARS
 from asyncllm.formats.open_call import OpenCall
 from asyncllm.formats.text_markers import TextMarkers, text_markers
-from asyncllm.formats.values import STRING, json_of
+from asyncllm.formats.values import STRING, inside, json_of, quoted
 
 _KEY = re.compile(r'[^<>"\n]+')
 
@@ -41,7 +40,7 @@ def read_tagged_call(call: OpenCall, body: TaggedArguments) -> Reading[bool]:
         elif body.string_key_end and types != STRING:
             types -= STRING  # after this marker strings are JSON, with quotes
         _let_go(call, name)
-        before = f"{opener}{_quoted(key)}: "
+        before = f"{opener}{quoted(key)}: "
         opener = ", "
         if not (yield from _pass_value(call, before, types, value_end, body.lines)):
             return False
@@ -90,8 +89,4 @@ def _pass_text(cursor: Cursor, emit: Emit, value_end: TextMarkers, lines: bool) 
 
 
 def _escaping(call: OpenCall) -> Emit:
-    return lambda text: call.arguments(_quoted(text)[1:-1])
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return lambda text: call.arguments(inside(text))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 STRING = frozenset({"string"})
-_PYTHON = {"True": "true", "False": "false", "None": "null"}
+PYTHON = {"True": "true", "False": "false", "None": "null"}
 _MAX_UNION_DEPTH = 4
 _MAX_REFERENCES = 8  # in a chain
 _REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/]+)")
@@ -49,20 +49,30 @@ def types_of(schema: object, depth: int = 0) -> frozenset[str]:
 def json_of(text: str, types: frozenset[str]) -> str:
     """`text` as a value of one of `types` (of any type, if there are none), else as a string."""
     if types == STRING:
-        return json.dumps(text, ensure_ascii=False)
+        return quoted(text)
     stripped = text.strip()
     try:
-        value = json.loads(_PYTHON.get(stripped, stripped), parse_constant=_refuse)
+        value = json.loads(PYTHON.get(stripped, stripped), parse_constant=refuse)
     except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
+        return quoted(text)
     if isinstance(value, float) and "number" not in types and value.is_integer():
         value = int(value) if "integer" in types else value
     if _fits(value, types):
         return json.dumps(value, ensure_ascii=False)
+    return quoted(text)
+
+
+def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _refuse(constant: str) -> None:
+def inside(text: str) -> str:
+    """The contents of a JSON string."""
+    return quoted(text)[1:-1]
+
+
+def refuse(constant: str) -> None:
+    """For `json.loads`, which takes NaN and infinities."""
     raise ValueError(f"{constant} is no JSON")
 
 

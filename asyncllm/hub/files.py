@@ -66,15 +66,21 @@ def weight_files(folder: Path, names: Collection[str], source: str) -> list[str]
 
 def read_shards(index_file: Path) -> list[str]:
     """The shards that an index names, in order. Raises `ModelLoadError`."""
+    return sorted(set(read_weight_map(index_file).values()))
+
+
+def read_weight_map(index_file: Path) -> dict[str, str]:
+    """Tensor name -> shard's file name. Raises `ModelLoadError`."""
     try:
-        shards = set(json.loads(index_file.read_bytes())["weight_map"].values())
-        ordered = sorted(shards)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        weight_map = json.loads(index_file.read_bytes())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelLoadError(f"{index_file}: no weight_map: {error!r}") from error
-    for shard in ordered:
+    if not isinstance(weight_map, dict):
+        raise ModelLoadError(f"{index_file}: no weight_map: it is no object")
+    for name, shard in weight_map.items():
         if not isinstance(shard, str) or not shard or Path(shard).name != shard:
-            raise ModelLoadError(f"{index_file}: {shard!r} is no file name")
-    return ordered
+            raise ModelLoadError(f"{index_file}: {name}: {shard!r} is no file name")
+    return weight_map
 
 
 def _holds_config(folder: Path) -> bool:

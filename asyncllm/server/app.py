@@ -68,7 +68,7 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
     app[SERVICE] = service
     app[OFF_LOOP] = OffLoop()
     app[PARAMS_CACHE] = ParamsCache()
-    app.on_cleanup.append(_close_threads)
+    app.on_cleanup.append(app[OFF_LOOP].close)
     app[RESPONSES] = ResponseStore(args.responses_store_bytes)
     app[BACKGROUND] = Background(args.responses_store_bytes)
     app.on_shutdown.append(app[BACKGROUND].close)
@@ -82,7 +82,8 @@ def build_app(engine: AsyncLLMEngine, args: ServerArgs) -> web.Application:
             _ROUTE_BY[route.method](prefix + route.path, route.handler) for route in routes
         )
     if not args.disable_page:
-        _add_page(app, engine)
+        app[DASHBOARD] = Dashboard(engine)
+        app.on_shutdown.append(app[DASHBOARD].close)
     return app
 
 
@@ -103,7 +104,7 @@ def _add_tracing(app: web.Application, service: Service, endpoint: str) -> None:
     )
 
     tracing = Tracing(make_exporter(endpoint))
-    service.call_observers.append(tracing)
+    service.tracing = tracing
     service.engine.stat_loggers.append(tracing)
     app.middlewares.append(trace_context_middleware)
 
@@ -111,11 +112,6 @@ def _add_tracing(app: web.Application, service: Service, endpoint: str) -> None:
         await in_own_thread(tracing.close)
 
     app.on_cleanup.append(close)
-
-
-def _add_page(app: web.Application, engine: AsyncLLMEngine) -> None:
-    app[DASHBOARD] = Dashboard(engine)
-    app.on_shutdown.append(app[DASHBOARD].close)
 
 
 def _import_middleware(name: str) -> Middleware:
@@ -132,10 +128,6 @@ def _import_middleware(name: str) -> Middleware:
     if not callable(made):
         raise ValueError(f"middleware {name}: is not callable")
     return web.middleware(made)
-
-
-async def _close_threads(app: web.Application) -> None:
-    app[OFF_LOOP].close()
 
 
 def _report_load(request: web.Request, response: web.StreamResponse) -> None:

@@ -8,18 +8,16 @@ import math
 import os
 import re
 import ssl
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from asyncllm.flag_values import check_fields, flag
 
 TRACING_MODULES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto")
 API_KEY_VARIABLES = ("ASYNCLLM_API_KEY", "VLLM_API_KEY")  # the first that is set
 ORIGIN = re.compile("[a-z][a-z0-9+.-]*://[^/?#*]+")  # RFC 6454, as browsers send it
 METRICS_PREFIX = re.compile("[a-zA-Z_][a-zA-Z0-9_]*")
 LogFormat = Literal["text", "json"]
-_LEAST = {
-    "max_body_bytes": 1, "max_connections": 1, "stream_interval": 1,
-    "responses_store_bytes": 0, "shutdown_timeout": 0
-}  # fmt: skip
 JSON_FORM = ("disable_any_whitespace", "disable_additional_properties")
 # vLLM's keys -> the values that can be kept here
 STRUCTURED_OUTPUTS_CONFIG: dict[str, tuple[Any, ...]] = {
@@ -35,157 +33,100 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 @dataclass
 class ServerArgs:
-    host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
-    port: int = field(default=8000, metadata={"help": "port to listen on, 0: any free one"})
-    uds: str | None = field(
-        default=None, metadata={"help": "Unix socket to listen on, instead of host and port"}
+    host: str = flag("127.0.0.1", "address to listen on")
+    port: int = flag(8000, "port to listen on, 0: any free one")
+    uds: str | None = flag(None, "Unix socket to listen on, instead of host and port")
+    api_key: list[str] | None = flag(
+        None, "keys that clients must send one of, default: $" + " or $".join(API_KEY_VARIABLES)
     )
-    api_key: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "keys that clients must send one of, default: $"
-            + " or $".join(API_KEY_VARIABLES)
-        },
+    allowed_hosts: list[str] | None = flag(
+        None,
+        "names in Host headers to answer to, beside addresses and localhost; * "
+        "for any; default: no others on loopback without a key, else any",
     )
-    allowed_hosts: list[str] | None = field(
-        default=None,
-        metadata={"help": "names in Host headers to answer to, beside addresses and localhost; * "
-                  "for any; default: no others on loopback without a key, else any"},
-    )  # fmt: skip
-    public_metrics: bool = field(
-        default=False, metadata={"help": "GET /metrics without the API key, for scrapers"}
+    public_metrics: bool = flag(False, "GET /metrics without the API key, for scrapers")
+    allowed_origins: list[str] | None = flag(
+        None, "origins whose pages may call this server (CORS), * for any; default: none"
     )
-    allowed_origins: list[str] | None = field(
-        default=None,
-        metadata={"help": "origins whose pages may call this server (CORS), * for any; default: "
-                  "none"},
-    )  # fmt: skip
-    allowed_methods: list[str] = field(
-        default_factory=lambda: ["*"], metadata={"help": "methods that such pages may use"}
+    allowed_methods: list[str] = flag(["*"], "methods that such pages may use")
+    allowed_headers: list[str] = flag(["*"], "headers that such pages may send")
+    allow_credentials: bool = flag(False, "such pages may send their cookies along")
+    root_path: str | None = flag(None, "prefix that a proxy leaves in paths, such as /llm")
+    middleware: list[str] | None = flag(
+        None, "aiohttp middlewares as module:name, behind all checks"
     )
-    allowed_headers: list[str] = field(
-        default_factory=lambda: ["*"], metadata={"help": "headers that such pages may send"}
+    enable_request_id_headers: bool = flag(
+        False, "X-Request-Id in every response, not only where sent"
     )
-    allow_credentials: bool = field(
-        default=False, metadata={"help": "such pages may send their cookies along"}
+    ssl_certfile: str | None = flag(None, "TLS certificate, PEM")
+    ssl_keyfile: str | None = flag(None, "TLS private key, PEM")
+    max_body_bytes: int = flag(4 * 1024 * 1024, "largest request body, decompressed", least=1)
+    max_connections: int = flag(
+        4096, "open connections, idle ones included; one more gets a 503", least=1
     )
-    root_path: str | None = field(
-        default=None, metadata={"help": "prefix that a proxy leaves in paths, such as /llm"}
+    responses_store_bytes: int = flag(
+        64 * 1024 * 1024, "kept of /v1/responses for previous_response_id; 0: nothing", least=0
     )
-    middleware: list[str] | None = field(
-        default=None, metadata={"help": "aiohttp middlewares as module:name, behind all checks"}
+    shutdown_timeout: float = flag(
+        30.0, "seconds that running answers get at shutdown", least=0, below=math.inf
     )
-    enable_request_id_headers: bool = field(
-        default=False, metadata={"help": "X-Request-Id in every response, not only where sent"}
+    metrics_prefix: str = flag("asyncllm", "of /metrics; vllm for dashboards made for it")
+    enable_log_requests: bool = flag(False, "log one line per finished request")
+    disable_log_stats: bool = flag(False, "no line of statistics every 10 s while there is work")
+    enable_tokenizer_info_endpoint: bool = flag(
+        False, "GET /tokenizer_info: its configuration, chat template too"
     )
-    ssl_certfile: str | None = field(default=None, metadata={"help": "TLS certificate, PEM"})
-    ssl_keyfile: str | None = field(default=None, metadata={"help": "TLS private key, PEM"})
-    max_body_bytes: int = field(
-        default=4 * 1024 * 1024, metadata={"help": "largest request body, decompressed"}
+    enable_force_include_usage: bool = flag(
+        False, "usage in every chunk of every stream, asked for or not"
     )
-    max_connections: int = field(
-        default=4096, metadata={"help": "open connections, idle ones included; one more gets a 503"}
+    stream_interval: int = flag(1, "tokens in each chunk of a stream, but the first", least=1)
+    structured_outputs_config: dict[str, Any] | None = flag(
+        None,
+        "JSON object: disable_any_whitespace, disable_additional_properties where "
+        "requests leave them open",
     )
-    responses_store_bytes: int = field(
-        default=64 * 1024 * 1024,
-        metadata={"help": "kept of /v1/responses for previous_response_id; 0: nothing"},
+    tool_call_parser: str = flag("auto", "how the model writes tool calls; auto: see its template")
+    enable_auto_tool_choice: bool = flag(True, "the model may decide for itself to call tools")
+    exclude_tools_when_tool_choice_none: bool = flag(
+        False, "with tool_choice none no tools stand in the prompt"
     )
-    shutdown_timeout: float = field(
-        default=30.0, metadata={"help": "seconds that running answers get at shutdown"}
+    default_chat_template_kwargs: dict[str, Any] | None = flag(
+        None, "JSON object: the chat template's arguments where requests omit them"
     )
-    metrics_prefix: str = field(
-        default="asyncllm", metadata={"help": "of /metrics; vllm for dashboards made for it"}
+    trust_request_chat_template: bool = flag(
+        False, "let requests bring a chat_template, which is a program"
     )
-    enable_log_requests: bool = field(
-        default=False, metadata={"help": "log one line per finished request"}
+    escape_special_tokens: bool = flag(
+        False, "text of special tokens inside messages stays text: a zero-width space parts it"
     )
-    disable_log_stats: bool = field(
-        default=False, metadata={"help": "no line of statistics every 10 s while there is work"}
+    lora_modules: list[str] | None = flag(
+        None, "adapters under names of their own: name=folder, or JSON objects with name and path"
     )
-    enable_tokenizer_info_endpoint: bool = field(
-        default=False,
-        metadata={"help": "GET /tokenizer_info: its configuration, chat template too"},
+    allow_runtime_lora_updating: bool = flag(False, "let requests load and unload adapters")
+    lora_root: list[str] | None = flag(None, "folders that such adapters may lie in")
+    response_role: str = flag("assistant", "role of the messages that chats answer with")
+    return_tokens_as_token_ids: bool = flag(False, "spell tokens as token_id:7 in logprobs")
+    enable_prompt_tokens_details: bool = flag(
+        True, "usage tells how many prompt tokens were cached"
     )
-    enable_force_include_usage: bool = field(
-        default=False, metadata={"help": "usage in every chunk of every stream, asked for or not"}
-    )
-    stream_interval: int = field(
-        default=1, metadata={"help": "tokens in each chunk of a stream, but the first"}
-    )
-    structured_outputs_config: dict[str, Any] | None = field(
-        default=None,
-        metadata={
-            "help": "JSON object: disable_any_whitespace, disable_additional_properties where "
-            "requests leave them open"
-        },
-    )
-    tool_call_parser: str = field(
-        default="auto", metadata={"help": "how the model writes tool calls; auto: see its template"}
-    )
-    enable_auto_tool_choice: bool = field(
-        default=True, metadata={"help": "the model may decide for itself to call tools"}
-    )
-    exclude_tools_when_tool_choice_none: bool = field(
-        default=False, metadata={"help": "with tool_choice none no tools stand in the prompt"}
-    )
-    default_chat_template_kwargs: dict[str, Any] | None = field(
-        default=None,
-        metadata={"help": "JSON object: the chat template's arguments where requests omit them"},
-    )
-    trust_request_chat_template: bool = field(
-        default=False, metadata={"help": "let requests bring a chat_template, which is a program"}
-    )
-    escape_special_tokens: bool = field(
-        default=False,
-        metadata={"help": "text of special tokens inside messages stays text: a zero-width space "
-                  "parts it"},
-    )  # fmt: skip
-    lora_modules: list[str] | None = field(
-        default=None,
-        metadata={"help": "adapters under names of their own: name=folder, or JSON objects with "
-                  "name and path"},
-    )  # fmt: skip
-    allow_runtime_lora_updating: bool = field(
-        default=False, metadata={"help": "let requests load and unload adapters"}
-    )
-    lora_root: list[str] | None = field(
-        default=None, metadata={"help": "folders that such adapters may lie in"}
-    )
-    response_role: str = field(
-        default="assistant", metadata={"help": "role of the messages that chats answer with"}
-    )
-    return_tokens_as_token_ids: bool = field(
-        default=False, metadata={"help": "spell tokens as token_id:7 in logprobs"}
-    )
-    enable_prompt_tokens_details: bool = field(
-        default=True, metadata={"help": "usage tells how many prompt tokens were cached"}
-    )
-    disable_page: bool = field(
-        default=False, metadata={"help": "no page at / and no dashboard feed"}
-    )
-    log_level: str = field(default="info", metadata={"help": ", ".join(LOG_LEVELS)})
-    log_format: LogFormat = field(
-        default="text", metadata={"help": "json: one object a line, numbers as fields"}
-    )
-    otlp_traces_endpoint: str | None = field(
-        default=None, metadata={"help": "URL that OpenTelemetry spans go to, one per request"}
+    disable_page: bool = flag(False, "no page at / and no dashboard feed")
+    log_level: str = flag("info", ", ".join(LOG_LEVELS))
+    log_format: LogFormat = flag("text", "json: one object a line, numbers as fields")
+    otlp_traces_endpoint: str | None = flag(
+        None, "URL that OpenTelemetry spans go to, one per request"
     )
 
     def check(self) -> None:
         """Raises `ValueError` naming the flag."""
+        check_fields(self)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be between 0 and 65535, got {self.port}")
-        for name, least in _LEAST.items():
-            if not least <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if not METRICS_PREFIX.fullmatch(self.metrics_prefix):
             raise ValueError(f"metrics_prefix must be a metric name, got {self.metrics_prefix!r}")
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ValueError("ssl_keyfile needs ssl_certfile")
         if self.log_level not in LOG_LEVELS:
             raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}")
-        if self.log_format not in get_args(LogFormat):
-            raise ValueError(f"log_format must be text or json, got {self.log_format!r}")
         if self.allow_runtime_lora_updating and not self.lora_root:
             raise ValueError(
                 "allow_runtime_lora_updating needs lora_root, the folders to load from"

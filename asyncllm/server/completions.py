@@ -31,7 +31,7 @@ from asyncllm.server.inputs.sampling import (
     wants_outputs,
     with_client_name,
 )
-from asyncllm.server.outputs.chunks import ChoiceFrames, ChunkStream
+from asyncllm.server.outputs.chunks import ChoiceFrames, ChunkStream, TextPlace
 from asyncllm.server.outputs.consumers import CollectedChoice, CollectedOutput
 from asyncllm.server.outputs.logprobs import LegacyLogprobs, prompt_logprobs
 from asyncllm.server.protocol import CompletionRequest
@@ -118,6 +118,7 @@ def _check_together(call: Call) -> None:
 
 
 def _params(request: CompletionRequest, service: Service) -> SamplingParams:
+    _ = service.engine.tokenizer  # raises where there is none: an answer is text
     given = sent_fields(request)
     refuse_unsupported(request, given, service.args)
     form = service.args.json_form()
@@ -127,9 +128,7 @@ def _params(request: CompletionRequest, service: Service) -> SamplingParams:
 class CompletionView:
     """text_completion as one body, and as a `ChunkShape`."""
 
-    object_name = "text_completion"
-    before_text = b'"text":'
-    after_text = b""
+    place = TextPlace("text_completion", b'"text":', b"")
 
     def __init__(self, request: CompletionRequest, call: Call, service: Service) -> None:
         self._call = call
@@ -185,7 +184,7 @@ class CompletionView:
     def body(self, answer: CollectedOutput) -> dict[str, Any]:
         return {
             "id": self._call.id,
-            "object": self.object_name,
+            "object": self.place.object_name,
             "created": self._call.created,
             "model": self._call.model,
             "choices": [self._choice(answer, choice) for choice in answer.choices],

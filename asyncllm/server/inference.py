@@ -75,6 +75,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     ec_transfer_params: Any = None
 
 
+NAMES = TokenNames(None)  # tokens in logprobs are ids too
 LEAST_TOP = 1  # entries of top_logprobs, with logprobs=0 too, as in vLLM
 _REFUSED = ("features", "kv_transfer_params", "ec_transfer_params")
 
@@ -90,14 +91,14 @@ async def generate(http: web.Request) -> web.StreamResponse:
             call = await prepare(http, partial(_call, request, service))
             if request.stream:
                 sse = SSEStream(http, service.frames)
-                make_consumer = partial(TokenStream, sse, call, request, _names(service))
+                make_consumer = partial(TokenStream, sse, call, request)
                 return await service.stream(sse, call, make_consumer)
             answer = CollectedOutput(call)
             await service.collect(call, lambda: answer)
     except InvalidRequestError as error:
         error.param = _client_name(error.param)
         raise
-    body = partial(_body, call, request, answer, _names(service))
+    body = partial(_body, call, request, answer)
     return await render_response(http, body, call.has_logprobs)
 
 
@@ -120,6 +121,7 @@ def _call(request: GenerateRequest, service: Service) -> Call:
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
         wants_outputs=True,
+        shows_cached=service.args.enable_prompt_tokens_details,
         client_name=_client_name,
     )
 
@@ -146,14 +148,7 @@ def _client_name(param: str | None) -> str | None:
     return "token_ids" if param in ("prompt", "prompt_token_ids") else param
 
 
-def _names(service: Service) -> TokenNames:
-    """Tokens in logprobs are ids too."""
-    return TokenNames(service.engine.tokenizer, as_ids=True)
-
-
-def _body(
-    call: Call, request: GenerateRequest, answer: CollectedOutput, names: TokenNames
-) -> dict[str, Any]:
+def _body(call: Call, request: GenerateRequest, answer: CollectedOutput) -> dict[str, Any]:
     wants_logprobs = call.params.num_logprobs is not None
     return {
         "request_id": request.request_id or call.id,
@@ -163,7 +158,7 @@ def _body(
             {
                 "index": choice.index,
                 "logprobs": (
-                    chat_logprobs(choice.logprobs, call.params, names, LEAST_TOP)
+                    chat_logprobs(choice.logprobs, call.params, NAMES, LEAST_TOP)
                     if wants_logprobs
                     else None
                 ),
@@ -173,7 +168,7 @@ def _body(
             for choice in answer.choices
         ],
         "usage": answer.usage.as_dict(),
-        "prompt_logprobs": prompt_logprobs(answer.prompts[0].logprobs, names),
+        "prompt_logprobs": prompt_logprobs(answer.prompts[0].logprobs, NAMES),
         "kv_transfer_params": None,
     }
 
@@ -181,14 +176,11 @@ def _body(
 class TokenStream:
     """A `Consumer`: an event for each step of each choice that brought tokens or the end."""
 
-    def __init__(
-        self, sse: SSEStream, call: Call, request: GenerateRequest, names: TokenNames
-    ) -> None:
+    def __init__(self, sse: SSEStream, call: Call, request: GenerateRequest) -> None:
         self._sse = sse
         self._request_id = request.request_id or call.id
         self._params = call.params
-        self._names = names
-        self._usage = Usage()
+        self._usage = Usage(call.shows_cached)
         self._num_tokens = [0] * call.params.n
         self._options = ChunkOptions(sse, request.stream_options)
 
@@ -214,7 +206,7 @@ class TokenStream:
         self._num_tokens[completion.index] += len(completion.token_ids)
         logprobs = None
         if self._params.num_logprobs is not None and completion.logprobs:
-            logprobs = chat_logprobs(completion.logprobs, self._params, self._names, LEAST_TOP)
+            logprobs = chat_logprobs(completion.logprobs, self._params, NAMES, LEAST_TOP)
         choice = {
             "index": completion.index,
             "logprobs": logprobs,

@@ -69,7 +69,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
 
-    # SamplingParams fields under their own names: see sampling_overrides.
+    # SamplingParams fields under their own names: see inputs/sampling.py.
     n: int | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None

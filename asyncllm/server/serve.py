@@ -59,16 +59,11 @@ async def serve(
         await listener.start(runner)  # from here on /health reports that the model loads
         await engine.start()
         await load_modules(engine, args)
-        stats_task = _start_logs(engine, args)
-        try:
-            stop = _stop_on_signals()
-            with patient_collector(app[SERVICE]):
-                _announce(engine, listener, started, imported)
-                await _stop_or_failure(stop, engine)
-                await drain(app[SERVICE], args.shutdown_timeout)
-        finally:
-            if stats_task is not None:
-                stats_task.cancel()
+        stop = _stop_on_signals()
+        with logs(engine, args), patient_collector(app[SERVICE]):
+            _announce(engine, listener, started, imported)
+            await _stop_or_failure(stop, engine)
+            await drain(app[SERVICE], args.shutdown_timeout)
     finally:
         listener.close()  # before the app behind it is gone
         await runner.cleanup()
@@ -100,14 +95,21 @@ async def drain(service: Service, patience_seconds: float) -> None:
     service.fail_live(ApiError(503, "the server is shutting down"))
 
 
-def _start_logs(engine: AsyncLLMEngine, args: ServerArgs) -> asyncio.Task[None] | None:
+@contextmanager
+def logs(engine: AsyncLLMEngine, args: ServerArgs) -> Iterator[None]:
+    """Log what the flags ask for, statistics until the block ends."""
     if args.enable_log_requests:
         engine.stat_loggers.append(RequestLog())
     if args.disable_log_stats:
-        return None
+        yield
+        return
     log = StatsLog(engine.stats)
     engine.stat_loggers.append(log)
-    return asyncio.create_task(log.run())
+    task = asyncio.create_task(log.run())
+    try:
+        yield
+    finally:
+        task.cancel()
 
 
 def _stop_on_signals() -> asyncio.Event:

@@ -10,7 +10,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from functools import cached_property, partial
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from aiohttp import web
 
@@ -27,6 +27,9 @@ from asyncllm.server.outputs.interval import EveryNTokens
 from asyncllm.server.outputs.logprobs import TokenNames
 from asyncllm.server.protocol import GenerationRequest, StreamOptions
 
+if TYPE_CHECKING:
+    from asyncllm.server.observability.tracing import Tracing
+
 T = TypeVar("T")
 
 ITERATIONS_TO_LAUNCH = 2  # of the event loop: an idle engine has then launched the step
@@ -39,14 +42,6 @@ class StreamingRequest(Protocol):
     stream_options: StreamOptions | None
 
 
-class CallObserver(Protocol):
-    """Notified of each call, in the context of its handler."""
-
-    def begin(self, call: Call) -> None: ...
-
-    def end(self, call: Call) -> None: ...
-
-
 class Service:
     def __init__(self, engine: AsyncLLMEngine, args: ServerArgs) -> None:
         """Raises `ValueError` for the name of a parser that there is not."""
@@ -56,7 +51,7 @@ class Service:
         self.model_names = engine.config.served_model_names
         self.frames = FrameQueue()
         self.draining = False
-        self.call_observers: list[CallObserver] = []
+        self.tracing: Tracing | None = None
         self._live: set[Generation] = set()
         self._emptied = asyncio.Event()
 
@@ -122,7 +117,7 @@ class Service:
         as_ids = request.return_tokens_as_token_ids
         if as_ids is None:
             as_ids = self.args.return_tokens_as_token_ids
-        return TokenNames(self.engine.tokenizer, as_ids)
+        return TokenNames(None if as_ids else self.engine.tokenizer)
 
     def force_usage(self, request: StreamingRequest) -> None:
         """Its stream reports usage whatever it says."""
@@ -140,12 +135,8 @@ class Service:
 
     async def collect(self, call: Call, make_consumer: Callable[[], Consumer]) -> None:
         """Feed a consumer until the end. Raises the `ApiError` that ended the call."""
-        generation = self._begin(call, make_consumer)
-        try:
-            await generation.submit()
-            await generation.wait()
-        finally:
-            self._end(generation)
+        wait = await self.collect_later(call, make_consumer)
+        await wait()
 
     async def collect_later(
         self, call: Call, make_consumer: Callable[[], Consumer]
@@ -201,8 +192,8 @@ class Service:
         return lambda: EveryNTokens(make_consumer(), interval, len(call.prompts))
 
     def _begin(self, call: Call, make_consumer: Callable[[], Consumer]) -> Generation:
-        for observer in self.call_observers:
-            observer.begin(call)
+        if self.tracing is not None:
+            self.tracing.begin(call)
         generation = Generation(self.engine, call, make_consumer)
         self._live.add(generation)
         return generation
@@ -213,8 +204,8 @@ class Service:
         if not self._live:
             self._emptied.set()
         generation.abort()
-        for observer in self.call_observers:
-            observer.end(generation.call)
+        if self.tracing is not None:
+            self.tracing.end(generation.call)
 
 
 SERVICE = web.AppKey("service", Service)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from asyncllm import cli
+from asyncllm.model_config import resolve_model_path
 
 SMALL = ["--num-gpu-blocks-override", "64", "--swap-space", "0", "--load-format", "dummy"]
 SHAPE = ["--input-len", "8", "--output-len", "4"]
@@ -62,6 +64,15 @@ def test_startup(capsys: pytest.CaptureFixture[str]) -> None:
     assert result["first_start_s"] == result["to_first_token_s"]["mean"]
     assert result["process_s"]["mean"] > result["first_start_s"] > result["phases_s"]["imports"] > 0
     assert {"load", "profile", "kv_cache"} <= result["phases_s"].keys()
+
+
+@pytest.mark.parametrize("what", ["latency", "startup"])
+def test_a_folder_with_only_a_configuration(
+    what: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    shutil.copy(resolve_model_path("tiny") / "config.json", tmp_path)
+    words = [what, str(tmp_path), "--skip-tokenizer-init", "--load-format", "dummy"]
+    assert bench(capsys, *words, "--num-iters", "1", *SHAPE)["bench"] == what
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 from asyncllm import cli
 from asyncllm.commands import batch as batch_module
 from asyncllm.commands.batch import Batch
+from tests.engine.adapter_files import write_tiny_adapter
 
 SMALL = ["--model", "tiny", "--num-gpu-blocks-override", "200", "--swap-space", "0"]
 CHAT = {"messages": [{"role": "user", "content": "What is 2 + 2?"}], "max_tokens": 8}
@@ -85,6 +86,56 @@ def test_what_is_asked_and_refused_is_exit_code_0(tmp_path: Path) -> None:
     source, target = write(tmp_path, [LINES[0], LINES[3], LINES[6]])
     assert cli.main(["run-batch", "--input-file", source, "--output-file", target, *SMALL]) == 0
     assert [line["error"] is None for line in answers(target)] == [True, False, False]
+
+
+def test_adapters_logs_and_answers_that_are_no_json(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch does what the flags of a server ask for."""
+    set_up: list[tuple[str, ...]] = []
+    monkeypatch.setattr(cli, "set_up_logging", lambda *given: set_up.append(given))
+    caplog.set_level("INFO")
+    folder = str(write_tiny_adapter(tmp_path / "one", 1))
+    completion = {"prompt": "a", "max_tokens": 2}
+    lines = [
+        ("static", "/v1/completions", completion | {"model": "given"}),
+        ("load", "/v1/load_lora_adapter", {"lora_name": "late", "lora_path": folder}),
+        ("again", "/v1/load_lora_adapter", {"lora_name": "given", "lora_path": folder}),
+        ("base", "/v1/completions", completion),
+    ]
+    source, target = write(
+        tmp_path, [{"custom_id": name, "url": url, "body": body} for name, url, body in lines]
+    )
+    flags = ["--enable-lora", f"--lora-modules=given={folder}", f"--lora-root={tmp_path}"]
+    flags += ["--allow-runtime-lora-updating", "--enable-log-requests"]
+    flags += ["--log-level=debug", "--log-format=json"]
+    assert cli.main(["run-batch", "-i", source, "-o", target, *flags, *SMALL]) == 0
+    by_id = {line["custom_id"]: line for line in answers(target)}
+    assert {name for name, line in by_id.items() if line["error"] is None} == {
+        "static", "load", "base"
+    }  # fmt: skip
+    assert by_id["load"]["response"]["body"].startswith("Success: LoRA adapter 'late'")
+    assert by_id["static"]["response"]["body"]["model"] == "given"
+    assert set_up == [("debug", "json")]
+    assert sum(" prompt tokens (" in message for message in caplog.messages) == 2
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--port=8001", "port has no meaning in a batch"),
+        ("--api-key=secret", "api_key has no meaning in a batch"),
+        ("--stream-interval=4", "stream_interval has no meaning in a batch"),
+        ("--max-body-bytes=0", "max_body_bytes must be at least 1"),
+        ("--otlp-traces-endpoint=", "otlp_traces_endpoint must not be empty"),
+    ],
+)
+def test_flags_of_a_server_that_a_batch_cannot_have(
+    flag: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = write(tmp_path, LINES)
+    assert cli.main(["run-batch", "-i", source, "-o", target, flag, *SMALL]) == 1
+    assert said in capsys.readouterr().err and not Path(target).exists()
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "in.jsonl"])

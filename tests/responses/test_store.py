@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import orjson
 import pytest
@@ -50,6 +51,22 @@ def test_the_least_recently_used_goes_first() -> None:
     assert store.get("b", OWNER) is None
     assert [name for name in "acd" if store.get(name, OWNER)] == ["a", "c", "d"]
     assert store.num_bytes == 3 * size
+
+
+def test_what_runs_is_not_dropped() -> None:
+    """It could be cancelled no more. Another one that runs is not kept where all others do."""
+    store = ResponseStore(3 * response().num_bytes)
+    for name in "abc":
+        store.put(name, replace(response(), is_running=name < "c"))
+    store.put("d", replace(response(), is_running=True))
+    assert [name for name in "abcd" if store.get(name, OWNER)] == ["a", "b", "d"]
+    store.put("e", replace(response(), is_running=True))
+    store.put("f", response())
+    assert [name for name in "abdef" if store.get(name, OWNER)] == ["a", "b", "d"]
+    store.end("b", response().body)
+    store.put("g", response())
+    assert [name for name in "abdg" if store.get(name, OWNER)] == ["a", "d", "g"]
+    assert store.num_bytes == 3 * response().num_bytes
 
 
 def test_what_can_never_fit_costs_nobody_anything() -> None:

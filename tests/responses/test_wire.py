@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import orjson
 import pytest
 
+from asyncllm.server.responses import serving as responses_serving
+from tests.server.fake_engine import FakeEngine
 from tests.server.http_harness import run, serving
 from tests.server.scripted import NAMES, PARAMETERS, script
 from tests.server.test_answers import check, check_event
@@ -56,5 +60,31 @@ def test_a_failed_stream_is_as_documented() -> None:
             assert events[-1]["type"] == "response.failed"
             for event in events:
                 check_event(RESPONSES, event)
+
+    run(test())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_input_items_are_rendered_before_the_engine_has_the_request(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be as large as a body, and a stream ends inside a step of the engine."""
+    engine = FakeEngine()
+    asked_by_then: list[int] = []
+
+    def dumps(value: Any) -> bytes:
+        if isinstance(value, list):
+            asked_by_then.append(len(engine.seen))
+        return orjson.dumps(value)
+
+    monkeypatch.setattr(responses_serving, "orjson", SimpleNamespace(dumps=dumps))
+
+    async def test() -> None:
+        async with serving(engine) as server:
+            if stream:
+                await server.named_events(RESPONSES, {"input": "Hello"})
+            else:
+                await server.post(RESPONSES, {"input": "Hello"})
+        assert asked_by_then == [0]
 
     run(test())

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from asyncllm import AsyncLLMEngine, InvalidRequestError, SamplingParams
-from asyncllm.engine.thinking import ReasoningTokens, ThinkingBudget
+from asyncllm.engine.thinking import ReasoningTokens, ThinkingBudget, reasoning_tokens
 from asyncllm.structured_outputs import ReasoningMarkers, StructuredOutputsParams
+from tests.formats.test_response_template import template
 from tests.server.http_harness import CHAT, run, serving
 
 START, END = (1,), (2,)
@@ -50,6 +52,19 @@ def test_what_a_prompt_leaves_open(
     tokens: ReasoningTokens, prompt: list[int], expected: int | None
 ) -> None:
     assert tokens.num_open(prompt) == expected
+
+
+def test_markers_that_the_tokenizer_declares() -> None:
+    """As the server parses reasoning: a model may describe it without a chat template that does."""
+    tokenizer: Any = SimpleNamespace(
+        chat_template=None,
+        special_tokens={},
+        response_template=template(None),
+        encode=lambda text, add_special_tokens: list(text.encode()),
+    )
+    config: Any = SimpleNamespace(reasoning_parser="auto")
+    found = ReasoningTokens(tuple(b"<think>"), tuple(b"</think>"))
+    assert reasoning_tokens(config, tokenizer) == found
 
 
 def answer(tokens: ReasoningTokens, budget: int, prompt: list[int], wishes: list[int]) -> list[int]:

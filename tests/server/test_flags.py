@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from aiohttp.typedefs import Handler
 from asyncllm import AsyncLLMEngine, EngineArgs
 from asyncllm.outputs import CompletionOutput, RequestOutput
 from asyncllm.server.args import ServerArgs
+from asyncllm.server.http.errors import ApiError
 from asyncllm.server.outputs.interval import merged
+from tests.responses.test_background import hold_after
 from tests.server.fake_engine import FakeEngine, reply
-from tests.server.http_harness import CHAT, COMPLETIONS, HELLO, run, serving
+from tests.server.http_harness import CHAT, COMPLETIONS, HELLO, run, serving, until
 from tests.server.scripted import script
 
 ORIGIN = "https://page.example"
@@ -227,6 +230,24 @@ def test_chunks_of_several_tokens_of_parsed_output() -> None:
             events = await server.events(CHAT, {"messages": HELLO, "logprobs": True})
         thought = [e["choices"][0]["delta"].get("reasoning") or "" for e in events[:-1]]
         assert "".join(thought).strip() == "Grün?"
+
+    run(test())
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_what_is_held_comes_before_an_error(logprobs: int | None) -> None:
+    async def test() -> None:
+        engine = FakeEngine()
+        hold_after(engine, 3)
+        async with serving(engine, stream_interval=5) as server:
+            body = {"prompt": "a", "max_tokens": 8, "logprobs": logprobs}
+            events = asyncio.create_task(server.events(COMPLETIONS, body))
+            await until(lambda: not engine.go.is_set())
+            server.service.fail_live(ApiError(503, "it ends"))
+            engine.go.set()
+            *chunks, error = await events
+        assert error["error"]["message"] == "it ends"
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == reply(0)[:3]
 
     run(test())
 

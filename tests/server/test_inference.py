@@ -215,3 +215,52 @@ def test_same_tokens_as_the_python_api() -> None:
                 assert streamed == wanted.outputs[0].token_ids
 
     run(test())
+
+
+def test_cached_tokens_are_told_unless_a_flag_forbids() -> None:
+    async def test() -> None:
+        asked = {**body(max_tokens=2), "stream_options": {"include_usage": True}}
+        for told in (True, False):
+            async with serving(enable_prompt_tokens_details=told) as server:
+                _, whole = await server.post(GENERATE, body(max_tokens=2))
+                *_, last, _ = await server.events(GENERATE, asked)
+            for usage in (whole["usage"], last["usage"]):
+                assert (usage["prompt_tokens_details"] is not None) is told
+
+    run(test())
+
+
+def test_without_a_tokenizer() -> None:
+    """skip_tokenizer_init: ids in and out are served, all that needs texts is refused."""
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+
+    async def test() -> None:
+        engine: Any = AsyncLLMEngine("tiny", skip_tokenizer_init=True, **ENGINE)
+        async with serving(engine) as server:
+            asked = body(1, 2, 3, max_tokens=4, temperature=0, logprobs=1)
+            status, whole = await server.post(GENERATE, asked)
+            assert status == 200, whole
+            (choice,) = whole["choices"]
+            *chunks, _ = await server.events(GENERATE, asked)
+            streamed = [i for chunk in chunks for i in chunk["choices"][0]["token_ids"]]
+            assert streamed == choice["token_ids"] and len(streamed) == 4
+            names = [entry["token"] for entry in choice["logprobs"]["content"]]
+            assert names == [f"token_id:{i}" for i in streamed]
+            for path, refused in (
+                (GENERATE, body(1, 2, stop=["a"])),
+                ("/v1/chat/completions", chat),
+                ("/v1/chat/completions/batch", {"messages": [chat["messages"]]}),
+                ("/v1/completions", {"prompt": "a"}),
+                ("/v1/completions", {"prompt": [1, 2], "echo": True, "max_tokens": 0}),
+                ("/v1/messages", {**chat, "model": "tiny", "max_tokens": 3}),
+                ("/v1/messages/count_tokens", {**chat, "model": "tiny"}),
+                ("/v1/responses", {"input": "a"}),
+                ("/tokenize", {"prompt": "a"}),
+                ("/tokenize", chat),
+                ("/detokenize", {"tokens": [1]}),
+            ):
+                status, answer = await server.post(path, refused)
+                assert status == 400, (path, answer)
+                assert "skip_tokenizer_init" in answer["error"]["message"]
+
+    run(test())

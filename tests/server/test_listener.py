@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 
 import aiohttp
 import pytest
 
+from asyncllm.server.args import ServerArgs
+from asyncllm.server.http.listener import Listener
 from tests.server.http_harness import CHAT, HELLO, run, serving
 
 STREAM = {"messages": HELLO, "stream": True}
@@ -48,3 +51,17 @@ def test_unix_socket(tmp_path: Path) -> None:
             assert (await response.text()).endswith("data: [DONE]\n\n")
 
     run(test())
+
+
+def test_a_name_with_both_families_is_reached_by_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(*_: object, **__: object) -> list[tuple[object, ...]]:
+        stream = socket.SOCK_STREAM
+        return [
+            (socket.AF_INET6, stream, 6, "", ("::1", 0, 0, 0)),
+            (socket.AF_INET, stream, 6, "", ("127.0.0.1", 0)),
+        ]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    listener = Listener.bind(ServerArgs(host="localhost", port=0))
+    assert listener.url.startswith("http://127.0.0.1:")
+    listener.close()

@@ -95,7 +95,7 @@ def test_one_span_per_request_whatever_ends_it(exporter: InMemorySpanExporter) -
                 await until(lambda: server.engine.live)
             await asyncio.gather(task, return_exceptions=True)
             await until(lambda: server.engine.aborted)
-            (observer,) = server.service.call_observers
+            observer = server.service.tracing
             await until(lambda: not observer._open)
 
     run(test())

@@ -26,5 +26,5 @@ def test_log_probabilities_are_rendered_off_the_loop(fields: dict[str, int], on_
     off_loop = OffLoop()
     http: Any = SimpleNamespace(app={OFF_LOOP: off_loop})
     response = asyncio.run(render_response(http, render, call.has_logprobs))
-    off_loop.close()
+    asyncio.run(off_loop.close())
     assert response.text == f'{{"here":{str(on_loop).lower()}}}'

@@ -89,10 +89,6 @@ class GrammarCompiler:
         self._queue: deque[tuple[bytes, StructuredOutputsParams]] = deque()
         self._num_threads = 0
 
-    @property
-    def num_cached(self) -> int:
-        return len(self._cache)
-
     def prepare(self) -> None:
         """Make what the first grammar would wait for, in two parts, one per call."""
         try:

@@ -12,6 +12,11 @@ from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.errors import ContextLengthError, InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
 
+NO_TOKENIZER = (
+    "this engine has no tokenizer (skip_tokenizer_init): send token ids, with detokenize=False; "
+    "over HTTP only /inference/v1/generate does so"
+)
+
 
 class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, max_model_len: int) -> None:
@@ -59,9 +64,7 @@ class PromptEncoder:
 
     def tokenizer_for(self, param: str) -> Tokenizer:
         if self._tokenizer is None:
-            raise InvalidRequestError(
-                "this engine has no tokenizer: send prompt_token_ids, with detokenize=False", param
-            )
+            raise InvalidRequestError(NO_TOKENIZER, param)
         return self._tokenizer
 
     def bad_words_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -109,17 +112,14 @@ class PromptEncoder:
         """Refuse a text without encoding it if it would not fit even with the longest tokens."""
         longest = self.tokenizer_for(parsed.param).max_chars_per_token
         if params.truncate_prompt_tokens is None and len(text) > longest * self._max_model_len:
-            raise ContextLengthError(
-                f"This model's maximum context length is {self._max_model_len} tokens. However, "
-                f"your {parsed.noun} has {len(text)} characters, at least {len(text) // longest} "
-                f"tokens. Please reduce the length of the {parsed.noun}.",
-                parsed.param,
-            )
+            count = f"{len(text)} characters, at least {len(text) // longest}"
+            raise self._too_many(parsed, count)
 
-    def _too_many(self, parsed: ParsedPrompt, num_ids: int) -> ContextLengthError:
+    def _too_many(self, parsed: ParsedPrompt, count: int | str) -> ContextLengthError:
+        """count: of tokens."""
         return ContextLengthError(
             f"This model's maximum context length is {self._max_model_len} tokens. However, "
-            f"your {parsed.noun} has {num_ids} tokens. "
+            f"your {parsed.noun} has {count} tokens. "
             f"Please reduce the length of the {parsed.noun}.",
             parsed.param,
         )

@@ -7,7 +7,6 @@ To the engine they are chats of their own; the first that fails, or a client tha
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -52,15 +51,14 @@ async def chat_completions_batch(http: web.Request) -> web.StreamResponse:
     _check(request)
     try:
         # Each of a thousand is a template's text: off the loop, however small they are.
-        chats = await http.app[OFF_LOOP].read(partial(_chats, request, service))
-        params = chats[0].call.params
+        calls, views = await http.app[OFF_LOOP].read(partial(_chats, request, service))
+        params = calls[0].params
         most = params.max_tokens or service.engine.max_model_len
-        check_output_logprobs(params, most, len(chats))
-        answers = await _answer_all([chat.call for chat in chats], service)
+        check_output_logprobs(params, most, len(calls))
+        answers = await _answer_all(calls, service)
     except InvalidRequestError as error:
         raise with_client_name(error, request) from error
-    render = partial(_body, chats, answers)
-    return await render_response(http, render, chats[0].call.has_logprobs)
+    return await render_response(http, partial(_body, views, answers), calls[0].has_logprobs)
 
 
 def _check(request: BatchChatRequest) -> None:
@@ -75,21 +73,11 @@ def _check(request: BatchChatRequest) -> None:
         raise bad_request(f"{asked}, at most {MAX_CONVERSATIONS} answers", "best_of")
 
 
-@dataclass(frozen=True, slots=True)
-class _Chat:
-    call: Call
-    view: ChatView
-
-
-def _chats(request: BatchChatRequest, service: Service) -> list[_Chat]:
+def _chats(request: BatchChatRequest, service: Service) -> tuple[list[Call], list[ChatView]]:
     """Raises `ApiError`, `InvalidRequestError`."""
     requests = [msgspec.structs.replace(request, messages=one) for one in request.messages]
-    return [_chat(one, service) for one in requests]
-
-
-def _chat(request: ChatRequest, service: Service) -> _Chat:
-    call = chat_call(request, service)
-    return _Chat(call, chat_view(request, call, service))
+    calls = [chat_call(one, service) for one in requests]
+    return calls, [chat_view(*each, service) for each in zip(requests, calls, strict=True)]
 
 
 async def _answer(call: Call, service: Service) -> MessageCollector:
@@ -111,9 +99,9 @@ async def _answer_all(calls: list[Call], service: Service) -> list[MessageCollec
     return [task.result() for task in tasks]
 
 
-def _body(chats: list[_Chat], answers: list[MessageCollector]) -> dict[str, Any]:
+def _body(views: list[ChatView], answers: list[MessageCollector]) -> dict[str, Any]:
     """The first body with the choices of all, and their usage."""
-    bodies = [chat.view.body(answer) for chat, answer in zip(chats, answers, strict=True)]
+    bodies = [view.body(answer) for view, answer in zip(views, answers, strict=True)]
     body = bodies[0]
     choices, usage = [], body["usage"]
     for index, one in enumerate(bodies):

@@ -23,7 +23,7 @@ from asyncllm.server.http.sse import SSEStream
 from asyncllm.server.inputs.call import SYSTEM_FINGERPRINT, Call, Usage
 from asyncllm.server.inputs.output_format import message_text
 from asyncllm.server.inputs.prompts import is_named
-from asyncllm.server.outputs.chunks import ChoiceFrames, ChunkOptions
+from asyncllm.server.outputs.chunks import ChoiceFrames, ChunkOptions, TextPlace
 from asyncllm.server.outputs.consumers import CollectedCall, CollectedChoice, MessageCollector
 from asyncllm.server.outputs.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from asyncllm.server.protocol import ChatRequest, StreamOptions
@@ -31,10 +31,13 @@ from asyncllm.server.protocol import ChatRequest, StreamOptions
 SERVICE_TIER = "default"  # the only one
 
 
+OBJECT = "chat.completion.chunk"
+CONTENT = TextPlace(OBJECT, b'"delta":{"content":', b"}")
+REASONING = TextPlace(OBJECT, b'"delta":{"reasoning":', b"}")
+
+
 class ChatView:
-    object_name = "chat.completion.chunk"
-    before_text = b'"delta":{"content":'
-    after_text = b"}"
+    place = CONTENT
 
     def __init__(
         self, request: ChatRequest, call: Call, names: TokenNames, role: str = "assistant"
@@ -161,20 +164,12 @@ def _echoes(request: ChatRequest, role: str) -> bool:
     return bool(request.echo and request.messages and request.messages[-1].get("role") == role)
 
 
-class _ReasoningChunks:
-    """The place of reasoning in a chunk."""
-
-    object_name = "chat.completion.chunk"
-    before_text = b'"delta":{"reasoning":'
-    after_text = b"}"
-
-
 class _Choice:
     """One choice's frames, and the fields that its next chunk takes along."""
 
     def __init__(self, call: Call, index: int, view: ChatView) -> None:
-        self.content = ChoiceFrames(call, index, view)
-        self.reasoning = ChoiceFrames(call, index, _ReasoningChunks())
+        self.content = ChoiceFrames(call, index, CONTENT)
+        self.reasoning = ChoiceFrames(call, index, REASONING)
         self.num_tokens = 0
         self.opening = b""
         self.last_delta: dict[str, Any] = {}  # told with the finish_reason

@@ -187,7 +187,7 @@ class OffLoop:
         """The same as `read`, for responses."""
         return await asyncio.get_running_loop().run_in_executor(self._responses, work)
 
-    def close(self) -> None:
+    async def close(self, _: Any = None) -> None:
         for threads in (self._requests, self._responses):
             threads.shutdown(wait=False, cancel_futures=True)
 

@@ -97,10 +97,9 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, InvalidRequestError):
         return bad_request(str(error), error.param, error.code)
     if isinstance(error, QueueFullError):
-        return ApiError(429, str(error), headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+        return _retry(429, str(error))
     if isinstance(error, EngineNotStartedError):
-        retry = {"Retry-After": str(RETRY_AFTER_SECONDS)}
-        return ApiError(503, "the model is still loading", headers=retry)
+        return _retry(503, "the model is still loading")
     if isinstance(error, EngineDeadError):
         # Its reason is for the operator, who finds it in the log and at /health.
         return ApiError(503, "the engine is not running")
@@ -119,8 +118,11 @@ def internal_error(message: str) -> ApiError:
 
 def overloaded() -> ApiError:
     """For a request that was taken, and waited too long."""
-    retry = {"Retry-After": str(RETRY_AFTER_SECONDS)}
-    return ApiError(503, "the request waited too long for its turn", headers=retry)
+    return _retry(503, "the request waited too long for its turn")
+
+
+def _retry(status: int, message: str) -> ApiError:
+    return ApiError(status, message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
 
 
 def _from_http_exception(error: web.HTTPException) -> ApiError:

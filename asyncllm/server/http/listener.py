@@ -38,7 +38,9 @@ class Listener:
             found = socket.getaddrinfo(
                 args.host, args.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )
-            family, kind, protocol, _, address = found[0]
+            # localhost may be ::1 first, where clients of 127.0.0.1 would find nobody.
+            first = min(found, key=lambda each: each[0] != socket.AF_INET)
+            family, kind, protocol, _, address = first
             sock = socket.socket(family, kind, protocol)
         except OSError as error:
             raise OSError(f"cannot use host {args.host}: {error}") from error

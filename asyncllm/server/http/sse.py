@@ -126,19 +126,9 @@ class SSEStream:
             self._transport = transport
 
     @property
-    def direct(self) -> bool:
-        """Frames go straight to the transport."""
-        return self._transport is not None
-
-    @property
     def is_late(self) -> bool:
         """Frames of two steps are pending: the loop has more to do than the device."""
         return len(self._pending) > 1
-
-    @property
-    def num_pending_bytes(self) -> int:
-        """Size of the frames that the transport has not been given."""
-        return sum(map(len, self._pending))
 
     def push(self, frames: bytes) -> None:
         """Send whole frames, soon or as soon as the client has read enough."""
@@ -213,7 +203,9 @@ class SSEStream:
         transport = self._request.transport
         if transport is None or transport.is_closing():
             self._dropped = True
-        elif self.num_pending_bytes + transport.get_write_buffer_size() > MAX_PENDING_BYTES:
+            return
+        num_pending = sum(map(len, self._pending))
+        if num_pending + transport.get_write_buffer_size() > MAX_PENDING_BYTES:
             self._dropped = self.too_slow = True
             logger.warning("dropped a client with over %d bytes unread", MAX_PENDING_BYTES)
             transport.abort()  # connection_lost then cancels the handler

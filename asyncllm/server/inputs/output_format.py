@@ -89,7 +89,8 @@ def chat_structure(
         return replace(content, alternative=calls, after=after)
     calls = format.call_grammar(choice, tools.parallel) if choice.tools else None
     if calls is not None:
-        after = None if format.grammar_reasons else after
+        if format.format.channels is not None:
+            after = None  # that grammar has the reasoning too
         return StructuredOutputsParams(grammar=calls, after=after)
     return content and replace(content, after=after)
 

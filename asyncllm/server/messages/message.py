@@ -23,7 +23,7 @@ from asyncllm.server.http.errors import ApiError, as_api_error
 from asyncllm.server.http.sse import SSEStream
 from asyncllm.server.inputs.call import Call, Usage
 from asyncllm.server.messages.openapi import StopReason
-from asyncllm.server.outputs.parts import OutputPart, OutputParts, PartsCollector, PartUpdate
+from asyncllm.server.outputs.parts import OutputPart, PartsCollector, PartsSink
 
 
 class MessageView:
@@ -115,14 +115,14 @@ _DELTAS = {
 }
 
 
-class MessageStream:
+class MessageStream(PartsSink):
     """An `EventSink` that writes to one SSE stream: one write per engine step."""
 
     def __init__(self, sse: SSEStream, view: MessageView, request_id: str) -> None:
+        super().__init__()
         self._sse = sse
         self._view = view
         self._request_id = request_id
-        self._parts = OutputParts()
         self._frames: list[bytes] = []  # of this step
         self._before_text = b""
         self._stop: dict[str, Any] = {}
@@ -134,19 +134,13 @@ class MessageStream:
         self._frames += [_event("message_start", {"message": start}), PING]
 
     def emit(self, choice: int, events: list[Event], completion: CompletionOutput | None) -> None:
-        for event in events:
-            if isinstance(event, self._parts.continues):
-                self._add_text(event.text)
-            else:
-                self._apply(self._parts.add(event))
+        self.take(events)
         if self._frames:
             self._sse.push(b"".join(self._frames))
             self._frames.clear()
 
     def end_choice(self, choice: int, finish_reason: str, stop_reason: int | str | None) -> None:
-        self._apply(self._parts.flush())
-        if self._parts.open is not None:
-            self._close(self._parts.open)
+        self.end_parts(finish_reason)
         self._stop = self._view.stop(finish_reason, stop_reason)
 
     def finish(self, usage: Usage) -> None:
@@ -158,18 +152,11 @@ class MessageStream:
         body = error_body(error, self._request_id)
         self._sse.end(b"event: error\ndata: " + body + b"\n\n")
 
-    def _apply(self, update: PartUpdate) -> None:
-        if update.closed is not None:
-            self._close(update.closed)
-        if update.opened is not None:
-            self._open(update.opened)
-        self._add_text(update.text)
-
-    def _add_text(self, text: str) -> None:
-        if text and self._before_text:
+    def add_text(self, part: OutputPart, text: str) -> None:
+        if self._before_text:
             self._frames.append(self._before_text + orjson.dumps(text) + b"}}\n\n")
 
-    def _open(self, part: OutputPart) -> None:
+    def open_part(self, part: OutputPart) -> None:
         fields = {"index": part.index, "content_block": empty_block(part)}
         self._frames.append(_event("content_block_start", fields))
         self._before_text = (
@@ -180,7 +167,7 @@ class MessageStream:
         if part.kind == "reasoning" and self._view.hides_thinking:
             self._before_text = b""
 
-    def _close(self, part: OutputPart) -> None:
+    def close_part(self, part: OutputPart, is_cut_off: bool) -> None:
         if part.kind == "reasoning":
             delta = {"type": "signature_delta", "signature": ""}
             fields = {"index": part.index, "delta": delta}

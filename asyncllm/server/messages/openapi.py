@@ -149,7 +149,7 @@ _IGNORED = (
 
 MESSAGES_FIELD_DOCS: dict[str, FieldDoc] = {
     "system": FieldDoc("The system prompt: text, or blocks of text."),
-    "InputMessage.role": FieldDoc("Whose turn it is; system is taken as the first message."),
+    "InputMessage.role": FieldDoc("Whose turn it is; system stays where it stands."),
     "InputMessage.content": FieldDoc(
         "Text, or blocks: text, tool_use, tool_result, thinking, redacted_thinking."
     ),

@@ -1,7 +1,7 @@
 """Requests of /v1/messages: Anthropic's fields, and those of vLLM that it lacks.
 
-Ranges are checked by `SamplingParams`, what a block may hold by `blocks.py`. A field typed `Any`
-that no code reads cannot change the output; one that would change it is in `REFUSED`.
+Ranges are checked by `SamplingParams`, what a block may hold by `chat_request.py`. A field typed
+`Any` that no code reads cannot change the output; one that would change it is in `REFUSED`.
 """
 
 from __future__ import annotations

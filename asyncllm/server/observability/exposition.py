@@ -59,20 +59,6 @@ class Exposition:
                 self._sample(full, {**engine, **labels})
                 self._readers.append((i, lambda source, read=read: (read(source),)))  # type: ignore[misc]
 
-    def add_each(
-        self,
-        kind: Literal["gauge"],
-        name: str,
-        help_text: str,
-        labels: Sequence[Labels],
-        read: Read,
-    ) -> None:
-        """A sample for every engine, with these labels of each instead of `engines`."""
-        self._head(kind, name, help_text)
-        for i, of_engine in enumerate(labels):
-            self._sample(name, of_engine)
-            self._readers.append((i, lambda source: (read(source),)))
-
     def add_histogram(
         self,
         name: str,

@@ -47,6 +47,7 @@ class Metrics:
         self._model_name = model_name
         self._prefix = prefix
         self._exposition: Exposition | None = None  # the number of pages is not known yet
+        self._caches = ""  # made with it
         self._process = CollectorRegistry(auto_describe=False)
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._process)
@@ -72,8 +73,9 @@ class Metrics:
         ]  # fmt: skip
         if self._exposition is None:
             self._exposition = self._make_exposition(sources)
+            self._caches = self._make_caches(sources)
         adapters = self._adapters(sources) if engine.config.enable_lora else ""
-        ours = self._exposition.render(sources) + adapters
+        ours = self._exposition.render(sources) + self._caches + adapters
         return (ours + self._counted_responses()).encode() + generate_latest(self._process)
 
     def _counted_responses(self) -> str:
@@ -98,13 +100,17 @@ class Metrics:
         _add_tokens(exposition)
         _add_requests(exposition, recorder)
         _add_steps(exposition, recorder)
-        # Their labels differ by what each engine's memory holds.
+        return exposition
+
+    def _make_caches(self, sources: Sequence[Source]) -> str:
+        """Constants, with labels that differ by what each engine's memory holds."""
         caches = [
             {**self._labels(rank), **_cache_labels(self._engine, source.stats)}
             for rank, source in enumerate(sources)
         ]
-        exposition.add_each("gauge", "cache_config_info", "The KV cache.", caches, lambda s: 1)
-        return exposition
+        exposition = Exposition(self._prefix, caches)
+        exposition.add("gauge", "cache_config_info", "The KV cache.", ({}, lambda s: 1))
+        return exposition.render(sources)
 
     def _adapters(self, sources: Sequence[Source]) -> str:
         """One sample, with vLLM's labels: names change, so it is made anew for each scrape."""

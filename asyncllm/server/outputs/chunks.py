@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import orjson
 
@@ -23,7 +23,7 @@ from asyncllm.server.protocol import StreamOptions
 DONE = b"data: [DONE]\n\n"
 
 
-class TextPlace(Protocol):
+class TextPlace(NamedTuple):
     """The place of the text in a chunk."""
 
     object_name: str
@@ -31,8 +31,10 @@ class TextPlace(Protocol):
     after_text: bytes
 
 
-class ChunkShape(TextPlace, Protocol):
+class ChunkShape(Protocol):
     """The differences between chat and completions chunks."""
+
+    place: TextPlace
 
     def opening(
         self, frames: ChoiceFrames, output: RequestOutput, usage: dict[str, Any] | None
@@ -67,14 +69,14 @@ class ChoiceFrames:
         "opened",
     )
 
-    def __init__(self, call: Call, choice_index: int, shape: TextPlace) -> None:
+    def __init__(self, call: Call, choice_index: int, place: TextPlace) -> None:
         self.index = choice_index
         self.num_tokens = 0
         self.opened = False
         head = orjson.dumps(
             {
                 "id": call.id,
-                "object": shape.object_name,
+                "object": place.object_name,
                 "created": call.created,
                 "model": call.model,
                 "system_fingerprint": SYSTEM_FINGERPRINT,
@@ -84,10 +86,10 @@ class ChoiceFrames:
         self._before_text = b'%b{"index":%d,%b' % (
             self._before_choice,
             choice_index,
-            shape.before_text,
+            place.before_text,
         )
-        self._after_text = shape.after_text
-        self._plain_end = _plain_end(shape.after_text)
+        self._after_text = place.after_text
+        self._plain_end = _plain_end(place.after_text)
 
     def plain(self, text: str) -> bytes:
         return self._before_text + orjson.dumps(text) + self._plain_end
@@ -170,7 +172,7 @@ class ChunkStream:
         self._sse = sse
         self._shape = shape
         self._n = call.params.n
-        self._choices = [ChoiceFrames(call, i, shape) for i in range(call.num_choices)]
+        self._choices = [ChoiceFrames(call, i, shape.place) for i in range(call.num_choices)]
         self._usage = Usage(call.shows_cached, call.prompt_only)
         self._options = ChunkOptions(sse, options)
         self._token_ids = call.return_token_ids

@@ -53,6 +53,10 @@ class EveryNTokens:
         self._consumer.finish()
 
     def fail(self, error: ApiError) -> None:
+        for prompt_index, held in enumerate(self._held):
+            self._flush_text(prompt_index, held)
+            if held.output is not None:
+                self._consumer.feed(prompt_index, held.output)
         self._consumer.fail(error)
 
     def _flush_text(self, prompt_index: int, held: _Held) -> None:

@@ -19,14 +19,13 @@ LOWEST_LOGPROB = -9999.0
 
 
 class TokenNames:
-    """The names of tokens in logprobs: their text, or "token_id:7" on request."""
+    """The names of tokens in logprobs: their text, or without a `tokenizer` "token_id:7"."""
 
-    def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._as_ids = as_ids
 
     def text(self, token_id: int, logprob: Logprob | None) -> str:
-        if self._as_ids:
+        if self._tokenizer is None:
             return f"token_id:{token_id}"
         if logprob is not None and logprob.decoded_token is not None:
             return logprob.decoded_token
@@ -34,7 +33,8 @@ class TokenNames:
 
     def utf8(self, token_id: int, text: str) -> list[int]:
         """The token's own bytes, which may be part of a character."""
-        return list(text.encode() if self._as_ids else self._tokenizer.token_bytes(token_id))
+        known = self._tokenizer
+        return list(text.encode() if known is None else known.token_bytes(token_id))
 
 
 def chat_logprobs(

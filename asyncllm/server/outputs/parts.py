@@ -1,14 +1,14 @@
 """A message's output in parts: runs of text, of reasoning, and tool calls, in order.
 
-/v1/responses calls them output items and /v1/messages content blocks; both split the events with
-`OutputParts`. White space between two parts belongs to neither: it is held back until text follows,
+/v1/responses calls them output items and /v1/messages content blocks; their sinks are `PartsSink`s.
+White space between two parts belongs to neither: it is held back until text follows,
 and dropped where none does.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from asyncllm.formats.events import (
     Content,
@@ -46,69 +46,71 @@ class OutputPart:
         return "".join(self.pieces)
 
 
-class PartUpdate(NamedTuple):
-    """The changes that one event makes, in this order."""
+class PartsSink:
+    """Splits the events of one choice into parts; a subclass is an `EventSink` and writes them.
 
-    closed: OutputPart | None
-    opened: OutputPart | None
-    text: str  # of the part that is open now
-
-
-class OutputParts:
-    """Assigns events to parts. Keeps no text: a caller adds `PartUpdate.text` to the part.
-
-    `continues`: for isinstance, the event type that is only more text of the open part; a stream
-    tests for it first.
+    Most events only bring more text of the open part: they are tested for first.
     """
 
     def __init__(self) -> None:
-        self.open: OutputPart | None = None
-        self.continues: tuple[type[TextEvent], ...] = ()
+        self._open: OutputPart | None = None
+        self._continues: tuple[type[TextEvent], ...] = ()  # the events of the open part's text
         self._num_parts = 0
         self._blanks = ""
 
-    def add(self, event: Event) -> PartUpdate:
-        if isinstance(event, self.continues):
-            return PartUpdate(None, None, event.text)
-        match event:
-            case Content(text):
-                return self._add_content(text)
-            case Reasoning(text) if text:
-                return self._begin("reasoning", text)
-            case ToolCallBegin(_, call_id, name):
-                return self._begin("call", "", call_id, name)
-        return PartUpdate(None, None, "")
+    def open_part(self, part: OutputPart) -> None:
+        raise NotImplementedError
 
-    def flush(self) -> PartUpdate:
-        """End the message. If it was nothing but white space, that is its text after all."""
+    def add_text(self, part: OutputPart, text: str) -> None:
+        """`text` is not empty."""
+        raise NotImplementedError
+
+    def close_part(self, part: OutputPart, is_cut_off: bool) -> None:
+        """`is_cut_off`: the answer ended within it, for its length."""
+
+    def take(self, events: list[Event]) -> None:
+        for event in events:
+            match event:
+                case _ if self._open is not None and isinstance(event, self._continues):
+                    if event.text:
+                        self.add_text(self._open, event.text)
+                case Content(text):
+                    self._blanks += text
+                    if text and not text.isspace():
+                        self._begin("text", self._blanks)
+                case Reasoning(text) if text:
+                    self._begin("reasoning", text)
+                case ToolCallBegin(_, call_id, name):
+                    self._begin("call", "", call_id, name)
+
+    def end_parts(self, finish_reason: str) -> None:
+        """If the message was nothing but white space, that is its text after all."""
         if self._num_parts == 0 and self._blanks:
-            return self._begin("text", self._blanks)
-        return PartUpdate(None, None, "")
+            self._begin("text", self._blanks)
+        if self._open is not None:
+            self.close_part(self._open, finish_reason == "length")
 
-    def _add_content(self, text: str) -> PartUpdate:
-        self._blanks += text
-        if not text or text.isspace():
-            return PartUpdate(None, None, "")
-        return self._begin("text", self._blanks)
-
-    def _begin(self, kind: PartKind, text: str, call_id: str = "", name: str = "") -> PartUpdate:
-        closed = self.open
+    def _begin(self, kind: PartKind, text: str, call_id: str = "", name: str = "") -> None:
+        if self._open is not None:
+            self.close_part(self._open, is_cut_off=False)
         self._blanks = ""
-        self.open = OutputPart(self._num_parts, kind, call_id, name)
-        self.continues = _CONTINUES[kind]
+        self._open = OutputPart(self._num_parts, kind, call_id, name)
+        self._continues = _CONTINUES[kind]
         self._num_parts += 1
-        return PartUpdate(closed, self.open, text)
+        self.open_part(self._open)
+        if text:
+            self.add_text(self._open, text)
 
 
-class PartsCollector:
-    """An `EventSink` that collects the parts of one choice, for responses that are not streamed."""
+class PartsCollector(PartsSink):
+    """Collects the parts, for responses that are not streamed."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.parts: list[OutputPart] = []
         self.usage = Usage()
         self.finish_reason = ""
         self.stop_reason: int | str | None = None
-        self._walk = OutputParts()
         self._logprobs: SampleLogprobs = []  # of tokens whose text has not come yet
 
     def begin_choice(self, choice: int, output: RequestOutput) -> None:
@@ -117,11 +119,10 @@ class PartsCollector:
     def emit(self, choice: int, events: list[Event], completion: CompletionOutput | None) -> None:
         if completion is not None and completion.logprobs:
             self._logprobs += completion.logprobs
-        for event in events:
-            self._apply(self._walk.add(event))
+        self.take(events)
 
     def end_choice(self, choice: int, finish_reason: str, stop_reason: int | str | None) -> None:
-        self._apply(self._walk.flush())
+        self.end_parts(finish_reason)
         self.finish_reason = finish_reason
         self.stop_reason = stop_reason
 
@@ -131,11 +132,10 @@ class PartsCollector:
     def fail(self, error: ApiError) -> None:
         pass  # `Generation.wait` raises it
 
-    def _apply(self, update: PartUpdate) -> None:
-        if update.opened is not None:
-            self.parts.append(update.opened)
-        part = self._walk.open
-        if part is not None and update.text:
-            part.pieces.append(update.text)
-            part.logprobs += self._logprobs
-            self._logprobs = []
+    def open_part(self, part: OutputPart) -> None:
+        self.parts.append(part)
+
+    def add_text(self, part: OutputPart, text: str) -> None:
+        part.pieces.append(text)
+        part.logprobs += self._logprobs
+        self._logprobs = []

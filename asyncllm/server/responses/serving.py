@@ -83,7 +83,7 @@ async def create_response(http: web.Request) -> web.StreamResponse:
 async def _in_background(
     http: web.Request,
     request: ResponsesRequest,
-    items: list[Item],
+    items: bytes,
     call: Call,
     view: ResponseView,
 ) -> web.StreamResponse:
@@ -93,9 +93,7 @@ async def _in_background(
     if request.store is False:
         raise bad_request("background can only be used when `store` is true", "background")
     first = orjson.dumps(view.body("in_progress", []))
-    kept = StoredResponse(
-        owner, first, orjson.dumps(items), request.previous_response_id, is_running=True
-    )
+    kept = StoredResponse(owner, first, items, request.previous_response_id, is_running=True)
     store.put(call.id, kept)
     if store.get(call.id, owner) is None:
         raise bad_request("--responses-store-bytes has no room for a response", "background")
@@ -237,12 +235,10 @@ def _items_before(http: web.Request, request: ResponsesRequest) -> list[Item]:
     return [item for turn in turns for item in turn.items()]
 
 
-def _read(
-    http: web.Request, request: ResponsesRequest, unique: str
-) -> tuple[list[Item], ChatRequest]:
-    """The request's own items, and the chat with those before them. Raises `ApiError`."""
+def _read(http: web.Request, request: ResponsesRequest, unique: str) -> tuple[bytes, ChatRequest]:
+    """The request's own items as JSON, and the chat with those before them. Raises `ApiError`."""
     items = read_items(request.input, unique, _references(http).find)
-    return items, chat_request(request, _items_before(http, request) + items)
+    return orjson.dumps(items), chat_request(request, _items_before(http, request) + items)
 
 
 def _whole(
@@ -253,13 +249,10 @@ def _whole(
     return body
 
 
-def _keep(
-    http: web.Request, request: ResponsesRequest, items: list[Item], body: dict[str, Any]
-) -> None:
+def _keep(http: web.Request, request: ResponsesRequest, items: bytes, body: dict[str, Any]) -> None:
     if request.store is not False:
-        kept = StoredResponse(
-            _owner(http), orjson.dumps(body), orjson.dumps(items), request.previous_response_id
-        )
+        previous = request.previous_response_id
+        kept = StoredResponse(_owner(http), orjson.dumps(body), items, previous)
         http.app[RESPONSES].put(body["id"], kept)
 
 

@@ -70,7 +70,7 @@ class ResponseStore:
         return len(self._kept)
 
     def put(self, name: str, response: StoredResponse) -> None:
-        """Keep it, if it fits at all, at the cost of others."""
+        """Keep it, if it fits at all, at the cost of others, but of none that runs."""
         if response.num_bytes > self._max_bytes:
             return
         with self._lock:
@@ -79,7 +79,7 @@ class ResponseStore:
             self.num_bytes += response.num_bytes
             if (previous := self._previous(response)) is not None:
                 previous.num_next += 1
-            self._make_room()
+            self._make_room(name)
 
     def end(self, name: str, body: bytes) -> None:
         """A running one, if it is still kept."""
@@ -87,7 +87,7 @@ class ResponseStore:
             if (response := self._kept.get(name)) is not None:
                 self.num_bytes += len(body) - len(response.body)
                 response.body, response.is_running = body, False
-                self._make_room()
+                self._make_room(name)
 
     def get(self, name: str, owner: bytes) -> StoredResponse | None:
         with self._lock:
@@ -129,9 +129,11 @@ class ResponseStore:
             raise LostTurnError(before)
         return turns[::-1]
 
-    def _make_room(self) -> None:
+    def _make_room(self, newest: str) -> None:
+        """One that runs is to be found by who cancels it: where all others run, `newest` goes."""
         while self.num_bytes > self._max_bytes or len(self._kept) > MAX_RESPONSES:
-            self._drop(next(iter(self._kept)))
+            ended = (name for name, response in self._kept.items() if not response.is_running)
+            self._drop(next(ended, newest))
 
     def _drop_idle(self) -> None:
         too_old = self._clock() - IDLE_SECONDS

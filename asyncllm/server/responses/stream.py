@@ -22,12 +22,12 @@ from asyncllm.outputs import CompletionOutput, RequestOutput, SampleLogprobs
 from asyncllm.server.http.errors import ApiError
 from asyncllm.server.http.sse import SSEStream
 from asyncllm.server.inputs.call import Usage
-from asyncllm.server.outputs.parts import OutputPart, OutputParts, PartUpdate
+from asyncllm.server.outputs.parts import OutputPart, PartsSink
 from asyncllm.server.responses.background import EventLog
 from asyncllm.server.responses.view import ResponseView
 
 
-class ResponseStream:
+class ResponseStream(PartsSink):
     """An `EventSink` that writes to one SSE stream: one write per engine step.
 
     `keep` is called with the response once it is whole, before its last event is sent.
@@ -39,10 +39,10 @@ class ResponseStream:
         view: ResponseView,
         keep: Callable[[dict[str, Any]], None],
     ) -> None:
+        super().__init__()
         self._sse = sse
         self._view = view
         self._keep = keep
-        self._parts = OutputParts()
         self.parts: list[OutputPart] = []  # that have been opened
         self._output: list[dict[str, Any]] = []
         self._frames: list[bytes] = []  # of this step
@@ -63,18 +63,11 @@ class ResponseStream:
     def emit(self, choice: int, events: list[Event], completion: CompletionOutput | None) -> None:
         if completion is not None and completion.logprobs:
             self._logprobs += completion.logprobs
-        for event in events:
-            if isinstance(event, self._parts.continues):
-                self._add_text(event.text)
-            else:
-                self._apply(self._parts.add(event))
+        self.take(events)
         self._push()
 
     def end_choice(self, choice: int, finish_reason: str, stop_reason: int | str | None) -> None:
-        self._apply(self._parts.flush())
-        if self._parts.open is not None:
-            cut_off = finish_reason == "length"
-            self._close(self._parts.open, "incomplete" if cut_off else "completed")
+        self.end_parts(finish_reason)
         self._finish_reason = finish_reason
 
     def finish(self, usage: Usage) -> None:
@@ -87,17 +80,7 @@ class ResponseStream:
         self._event("response.failed", {"response": self._view.failed(error, self._output)})
         self._sse.end(b"".join(self._frames))
 
-    def _apply(self, update: PartUpdate) -> None:
-        if update.closed is not None:
-            self._close(update.closed, "completed")
-        if update.opened is not None:
-            self._open(update.opened)
-        self._add_text(update.text)
-
-    def _add_text(self, text: str) -> None:
-        part = self._parts.open
-        if part is None or not text:
-            return
+    def add_text(self, part: OutputPart, text: str) -> None:
         part.pieces.append(text)
         end = b""
         if self._logprobs:
@@ -111,7 +94,7 @@ class ResponseStream:
         )
         self._sequence_number += 1
 
-    def _open(self, part: OutputPart) -> None:
+    def open_part(self, part: OutputPart) -> None:
         self.parts.append(part)
         item = self._view.empty_item(part)
         self._event("response.output_item.added", {"output_index": part.index, "item": item})
@@ -125,7 +108,7 @@ class ResponseStream:
         name = f"{kind}.delta".encode()
         self._before_text = b'event: %b\ndata: %b,"delta":' % (name, head[:-1])
 
-    def _close(self, part: OutputPart, status: str) -> None:
+    def close_part(self, part: OutputPart, is_cut_off: bool) -> None:
         kind, place = self._place(part)
         done: dict[str, Any] = {"text": part.text}
         if part.kind == "call":
@@ -135,7 +118,7 @@ class ResponseStream:
         self._event(f"{kind}.done", {**place, **done})
         if part.kind != "call":
             self._event(f"{self._part_kind(part)}.done", {**place, "part": self._part(part)})
-        item = self._view.item(part, status)
+        item = self._view.item(part, "incomplete" if is_cut_off else "completed")
         self._output.append(item)
         self._event("response.output_item.done", {"output_index": part.index, "item": item})
 
