@@ -91,6 +91,11 @@ def build_backend(
                     f"{layer.index} has: pass auto"
                 )
     if name == "flashinfer" and all(layer.latent_dim is not None for layer in layers):
+        if cache.is_fp8:
+            raise ValueError(
+                f"kv_cache_dtype {cache.layers[0].dtype}: attention_backend flashinfer has no FP8 "
+                "latents (MLA): pass auto, or attention_backend torch"
+            )
         from asyncllm.attention.latent import LatentPages  # imports Triton
 
         return LatentPages(cache)

@@ -190,7 +190,7 @@ class DenseDecoder:
         self.is_plain = spec.is_plain
         ends = build  # for embedding, last norm and LM head, which only the first stage has
         if build.mesh.config.stage > 0:
-            ends = replace(build, device=torch.device("meta"))
+            ends = replace(build, device=torch.device("meta"), lora=None)
         self.embed_tokens = Embedding(
             "model.embed_tokens", hf.vocab_size, hf.hidden_size, ends, spec.embedding_scale
         )

@@ -97,7 +97,7 @@ def settle(config: EngineConfig) -> tuple[EngineConfig, CausalLM]:
     memory.
 
     A model that our family does not serve exactly is left to transformers, unless ours was asked
-    for. Raises as `build_model`.
+    for, or `--quantization`. Raises as `build_model`.
     """
     backend = resolve_backend(config.attention_backend, torch.device(config.device))
     dtype, latents = getattr(torch, config.dtype), keeps_latents(config, backend)
@@ -108,6 +108,8 @@ def settle(config: EngineConfig) -> tuple[EngineConfig, CausalLM]:
     except UnsupportedModelError as error:
         if config.model.asked_implementation != "auto":
             raise
+        if config.model.quantization is not None:
+            raise ModelLoadError(f"quantization {config.model.quantization}: {error}") from error
         logger.info("falling back to transformers' model: %s", error)
         other = ModelConfig.from_folder(config.model.path, "transformers")
         config = replace(config, model=replace(other, fallback=str(error)))

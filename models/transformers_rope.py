@@ -78,7 +78,8 @@ class StepRotary:
             rows = torch.arange(len(positions), device=positions.device, dtype=positions.dtype)
             return Rotation(rows, torch.cat((angles.cos(), angles.sin()), dim=1) * self._scaling)
         assert self._window is not None
-        return Rotation(positions + self._window * (rope_lens > self._window), self._table)
+        rows = torch.where(rope_lens > self._window, positions + self._window, positions)
+        return Rotation(rows, self._table)
 
     def as_module(
         self, rotation: Rotation, dtype: torch.dtype

@@ -55,10 +55,11 @@ def make_model(
     if lora is not None:
         if not lora.layers:
             raise ValueError("enable_lora: this model's own code takes no adapters")
-        lora.allocate()
         own = config.mesh.layers(config.model.num_layers)
         others = {*range(config.model.num_layers)} - {*own}
-        lora.elsewhere = tuple(f"model.layers.{index}." for index in others)
+        ends = ("model.embed_tokens", "lm_head") if config.mesh.stage > 0 else ()
+        lora.elsewhere = *(f"model.layers.{index}." for index in others), *ends
+        lora.allocate()
     stages = None
     if config.mesh.pp > 1:
         assert isinstance(model, DenseDecoder)  # `settle` has checked it

@@ -117,7 +117,7 @@ class LoRALayers:
             name for name, place in places if place.weight and place.weight.is_whole is not None
         ]
         for name in self._whole:
-            if not any(_ends_with(module, name) for module in found):
+            if not any(_ends_with(module, name) for module in (*found, *self.elsewhere)):
                 raise ValueError(
                     f"lora_modules_to_save: the model has no linear layer or embedding {name!r}, "
                     "and no other weights change with the adapter"

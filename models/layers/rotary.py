@@ -121,7 +121,8 @@ class LongRotary:
     def rotation(self, positions: torch.Tensor, prompt_lens: torch.Tensor | None) -> Rotation:
         assert prompt_lens is not None, "longrope needs the prompt length of every token"
         is_long = torch.maximum(prompt_lens, positions + 1) > self._window
-        return Rotation(positions + self._max_model_len * is_long, self._table)
+        rows = torch.where(is_long, positions + self._max_model_len, positions)
+        return Rotation(rows, self._table)
 
 
 class DynamicRotary:

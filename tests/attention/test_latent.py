@@ -110,3 +110,9 @@ def test_a_backend_that_has_no_latents_refuses_them() -> None:
     cache = KVCache(CacheLayout([LAYER], BLOCK_SIZE, torch.float32), 2, CPU)
     with pytest.raises(ValueError, match=r"flash_attn does not do latents.*layer 0 has: pass auto"):
         build_backend("flash_attn", cache, [LAYER], torch.float32)
+
+
+def test_latents_in_fp8_are_refused_where_no_kernel_reads_them() -> None:
+    cache = KVCache(CacheLayout([LAYER], BLOCK_SIZE, torch.float8_e4m3fn), 2, CPU)
+    with pytest.raises(ValueError, match=r"kv_cache_dtype torch.float8_e4m3fn.*no FP8 latents"):
+        build_backend("flashinfer", cache, [LAYER], torch.bfloat16)

@@ -57,6 +57,7 @@ class Adapted:
         self.answers = [greedy(models[name], prompt, NUM_TOKENS) for prompt, name in self.asked]
 
 
+TP, PP = "tensor_parallel_size", "pipeline_parallel_size"
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral-window", "llama-mlp-bias", "llama-tied")
 
 
@@ -251,12 +252,14 @@ def test_models_of_transformers(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["ends", "bias-all", "qwen3-moe"])
-def test_two_ranks(case: str, tmp_path: Path) -> None:
-    """Each has its rows or columns of every adapter."""
+@pytest.mark.parametrize(
+    ("case", "ranks"), [("ends", TP), ("bias-all", TP), ("qwen3-moe", TP), ("ends", PP)]
+)
+def test_two_ranks(case: str, ranks: str, tmp_path: Path) -> None:
+    """Each has its rows or columns, or its layers, of every adapter."""
     name, settings = WIDE[case]
     adapted = Adapted(CONFIGS[name], tmp_path, {"one": settings, "two": settings | {"r": 3}})
-    regime = REGIMES["chunked"] | {"num_gpu_blocks_override": 900, "tensor_parallel_size": 2}
+    regime = REGIMES["chunked"] | {"num_gpu_blocks_override": 900, ranks: 2}
     answers = asyncio.run(ask_all(adapted, **regime))
     for (tokens, logprobs), (wanted, scores) in zip(answers, adapted.answers, strict=True):
         assert tokens == wanted
@@ -264,9 +267,12 @@ def test_two_ranks(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["ends", "linear"])
-def test_whole_weights_on_two_ranks(case: str, tmp_path: Path) -> None:
-    check_saved(SAVED[case], tmp_path, tensor_parallel_size=2)
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    [("ends", TP), ("linear", TP), ("ends", PP), ("dora", PP)],
+)
+def test_whole_weights_on_two_ranks(case: str, ranks: str, tmp_path: Path) -> None:
+    check_saved((SAVED | MAGNITUDES)[case], tmp_path, **{ranks: 2})
 
 
 @pytest.mark.parametrize("target", ALL)

@@ -21,7 +21,7 @@ from asyncllm.models.quantization.online import SCHEMES
 from asyncllm.models.quantization.scheme import dequantize, quantize
 from tests.engine.test_quantized import expect_answers, serve
 from tests.models.quantized_files import FORMATS, fp8_tokens, int8_tokens, see, write_checkpoint
-from tests.models.tiny_checkpoints import llama, random_reference
+from tests.models.tiny_checkpoints import CONFIGS, llama, random_reference
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 tiny_text: Any = importlib.import_module("tiny_text")
@@ -101,6 +101,15 @@ def test_groups_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ModelLoadError, match=r"int4: model.layers.0.*128 does not divide its 64 columns"
     ):
         LLM(str(tmp_path), quantization="int4", skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize("name", ["glm4", "cohere", "deepseek-v2", "phi3-partial-longrope"])
+def test_what_only_transformers_code_would_serve_is_refused(name: str, tmp_path: Path) -> None:
+    """It is not left in 16 bits without a word."""
+    with torch.inference_mode():
+        random_reference(CONFIGS[name]).save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match=r"quantization int8: .*in an order"):
+        LLM(str(tmp_path), quantization="int8", skip_tokenizer_init=True)
 
 
 def test_what_is_quantised_already_is_refused(tmp_path: Path) -> None:

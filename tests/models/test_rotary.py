@@ -6,6 +6,7 @@ from transformers import Glm4Config
 
 from tests.models.dense_sequence import DenseSequence
 from tests.models.tiny_checkpoints import (
+    CONFIGS,
     PAD,
     SHAPE,
     VOCAB_SIZE,
@@ -119,3 +120,13 @@ def test_static_table_has_max_model_len_rows(tmp_path):
     table = rotation.cos_sin
     assert rotation.rows is positions and table.shape == (24, 8) and table.dtype == torch.float32
     assert table[0].tolist() == [1.0] * 4 + [0.0] * 4
+
+
+@pytest.mark.parametrize("name", ["llama-longrope", "llama-dynamic"])
+def test_rows_are_of_the_positions_type(name, tmp_path):
+    """Kernels of decodes take int32 alone."""
+    random_reference(CONFIGS[name]).save_pretrained(tmp_path)
+    (rotary,) = load(tmp_path).rotaries
+    positions = torch.arange(5, dtype=torch.int32)
+    assert rotary.uses_prompt_lens
+    assert rotary.rotation(positions, positions + 1).rows.dtype is torch.int32

@@ -156,8 +156,9 @@ def test_longrope_goes_by_each_sequence(tmp_path: Path) -> None:
     module = Phi3RotaryEmbedding(config)
     ours = StepRotary(Phi3RotaryEmbedding(config), None, 50)
     assert ours.uses_prompt_lens
-    positions = torch.tensor([5, 31, 5, 40])
-    rotation = ours.rotation(positions, torch.tensor([9, 20, 33, 20]))
+    positions = torch.tensor([5, 31, 5, 40], dtype=torch.int32)
+    rotation = ours.rotation(positions, torch.tensor([9, 20, 33, 20], dtype=torch.int32))
+    assert rotation.rows.dtype is torch.int32
     for row, (position, length) in enumerate(zip(positions, (9, 32, 33, 41), strict=True)):
         expected = module(torch.zeros(1), torch.tensor([[position, length - 1]]))
         for given, wanted in zip(ours.as_module(rotation, torch.float32), expected, strict=True):
