@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+from torch.nn.functional import pad
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from asyncllm.attention.base import AttentionLayer, Rotation
@@ -131,9 +132,10 @@ class DynamicRotary:
     uses_prompt_lens = True
 
     def __init__(
-        self, base: float, rotary_dim: int, factor: float, window: int, build: Build
+        self, base: float, rotary_dim: int, factor: float, window: int, head_dim: int, build: Build
     ) -> None:
         self._base = base
+        self._head_dim = head_dim
         self._factor = factor
         self._window = window
         self._growth_power = rotary_dim / (rotary_dim - 2)
@@ -146,7 +148,7 @@ class DynamicRotary:
         growth = torch.where(rope_lens > self._window, growth, 1.0) ** self._growth_power
         inv_freq = 1.0 / ((self._base * growth)[:, None] ** self._exponents)  # [T, rotary_dim / 2]
         rows = torch.arange(len(positions), device=positions.device, dtype=positions.dtype)
-        return Rotation(rows, _cos_sin(positions[:, None].float() * inv_freq))
+        return Rotation(rows, _cos_sin(positions[:, None].float() * inv_freq, self._head_dim))
 
 
 def build_rotary(
@@ -170,12 +172,13 @@ def build_rotary(
     try:
         head_dim = config.head_dim if order is None else order.head_dim
         rotary_dim = head_dim if order is None else order.rotary_dim
-        if rope_type == "dynamic" and rotary_dim == head_dim:
+        if rope_type == "dynamic":
             return DynamicRotary(
                 base=parameters["rope_theta"],
                 rotary_dim=rotary_dim,
                 factor=parameters["factor"],
                 window=config.max_position_embeddings,
+                head_dim=head_dim,
                 build=build,
             )
         if rope_type == "default":
@@ -207,12 +210,9 @@ def _table(inv_freq: torch.Tensor, scaling: float, head_dim: int, build: Build) 
     device = torch.device("cpu") if build.device.type == "meta" else build.device
     positions = torch.arange(build.max_model_len, device=device)
     angles = positions[:, None].float() * inv_freq.to(device)
-    still = angles.new_zeros(()).expand(len(angles), head_dim // 2 - angles.shape[1])
-    table = _cos_sin(angles).mul_(scaling)
-    if not still.shape[1]:
-        return table
-    cos, sin = table.chunk(2, dim=1)
-    return torch.cat((cos, still.cos(), sin, still), dim=1)
+    table = _cos_sin(angles, head_dim)
+    table.view(len(table), 2, -1)[..., : angles.shape[1]].mul_(scaling)
+    return table
 
 
 def _exponents(rotary_dim: int) -> torch.Tensor:
@@ -220,9 +220,13 @@ def _exponents(rotary_dim: int) -> torch.Tensor:
     return torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
 
 
-def _cos_sin(angles: torch.Tensor) -> torch.Tensor:
-    """[rows, rotary_dim / 2] -> [rows, rotary_dim], cosines then sines."""
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+def _cos_sin(angles: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """[rows, rotary_dim / 2] -> [rows, head_dim], cosines then sines: 1 and 0 where nothing
+    rotates."""
+    cos, sin = angles.cos(), angles.sin()
+    if num_still := head_dim // 2 - angles.shape[1]:
+        cos, sin = pad(cos, (0, num_still), value=1.0), pad(sin, (0, num_still))
+    return torch.cat((cos, sin), dim=-1)
 
 
 def _error(config: ModelConfig, message: str) -> UnsupportedModelError:

@@ -2,28 +2,53 @@
 
 import pytest
 import torch
+from transformers import Glm4Config
 
 from tests.models.dense_sequence import DenseSequence
-from tests.models.tiny_checkpoints import CONFIGS, VOCAB_SIZE, llama, load, random_reference, rope
+from tests.models.tiny_checkpoints import (
+    CONFIGS,
+    PAD,
+    SHAPE,
+    VOCAB_SIZE,
+    llama,
+    load,
+    random_reference,
+    rope,
+)
 
 ORIGINAL_WINDOW = 16
 MAX_LEN = 64
 
 
-@pytest.fixture(scope="module")
-def dynamic_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("dynamic")
-    config = llama(max_position_embeddings=ORIGINAL_WINDOW, **rope("dynamic", factor=1.7))
+def save(folder, config):
     with torch.inference_mode():
         random_reference(config).save_pretrained(folder)
     return folder
 
 
+@pytest.fixture(scope="module")
+def dynamic_folder(tmp_path_factory):
+    config = llama(max_position_embeddings=ORIGINAL_WINDOW, **rope("dynamic", factor=1.7))
+    return save(tmp_path_factory.mktemp("dynamic"), config)
+
+
+@pytest.fixture(scope="module")
+def partial_folder(tmp_path_factory):
+    """Interleaved angles for half of each head."""
+    parameters = rope("dynamic", factor=4.0, partial_rotary_factor=0.5)
+    shape = SHAPE | {"max_position_embeddings": ORIGINAL_WINDOW}
+    return save(
+        tmp_path_factory.mktemp("partial"), Glm4Config(**shape, **PAD, head_dim=16, **parameters)
+    )
+
+
 def reference_greedy(folder, prompt, num_tokens):
     """transformers' cached generate: (new token ids, their logits [num_tokens, vocab])."""
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model = LlamaForCausalLM.from_pretrained(folder).eval()  # fresh: its frequencies are a state
+    model = AutoModelForCausalLM.from_pretrained(
+        folder
+    ).eval()  # fresh: its frequencies are a state
     output = model.generate(
         prompt[None],
         attention_mask=torch.ones_like(prompt[None]),
@@ -51,6 +76,15 @@ def test_dynamic_equals_cached_generate_past_the_window(dynamic_folder, num_prom
     prompt = torch.randint(VOCAB_SIZE, (num_prompt_tokens,))
     expected_ids, expected = reference_greedy(dynamic_folder, prompt, 25)
     token_ids, logits = our_greedy(dynamic_folder, prompt, 25, chunk)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert token_ids.tolist() == expected_ids.tolist()
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [4, 30])
+def test_dynamic_of_a_part_of_each_head_equals_cached_generate(partial_folder, num_prompt_tokens):
+    prompt = torch.randint(VOCAB_SIZE, (num_prompt_tokens,))
+    expected_ids, expected = reference_greedy(partial_folder, prompt, 25)
+    token_ids, logits = our_greedy(partial_folder, prompt, 25, chunk=5)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
     assert token_ids.tolist() == expected_ids.tolist()
 

@@ -112,7 +112,7 @@ def gemv(
     bias: torch.Tensor | None,
     gated: bool = False,
 ) -> torch.Tensor:
-    """`Ops.linear`, or `Ops.gated_linear`, of one row."""
+    """`Ops.product`, or `Ops.product_swiglu`, of one row."""
     out_features = weight.shape[0] // 2 if gated else weight.shape[0]
     out = x.values.new_empty((1, out_features))
     tiles = choose_tiles(weight.shape[1], gated, adds=False)
@@ -127,7 +127,7 @@ def gemv_add_norm(
     residual: torch.Tensor,
     norm: Norm,
 ) -> Normed:
-    """`Ops.add_linear` of one row."""
+    """`Ops.product_add_rms_norm` of one row."""
     tiles = choose_tiles(weight.shape[1], gated=False, adds=True)
     squares = residual.new_empty((1, num_squares(weight)), dtype=torch.float32)
     scaled = torch.empty_like(residual)

@@ -67,11 +67,11 @@ class SkinnyGemm:
             self._num_blocks = num_sms(device)
 
     def takes(self, x: Normed, weight: torch.Tensor) -> bool:
-        """For `linear` and `gated_linear`: x [rows, size]."""
+        """For `Ops.product` and `Ops.product_swiglu`: x [rows, size]."""
         return self._takes(x.values, weight)
 
     def takes_sum(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """For `add_linear`: x [rows, size], weight [hidden_size, size]."""
+        """For `Ops.product_add_rms_norm`: x [rows, size], weight [hidden_size, size]."""
         return weight.shape[0] % COLUMNS == 0 and self._takes(x, weight)
 
     def _takes(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -100,7 +100,7 @@ class SkinnyGemm:
     def linear(
         self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool = False
     ) -> torch.Tensor:
-        """`Ops.linear`, or `Ops.gated_linear`."""
+        """`Ops.product`, or `Ops.product_swiglu`."""
         out_features = weight.shape[0] // 2 if gated else weight.shape[0]
         out = x.values.new_empty((x.values.shape[0], out_features))
         self._run(x, weight, bias, out, gated=gated)
@@ -114,7 +114,7 @@ class SkinnyGemm:
         residual: torch.Tensor,
         norm: Norm,
     ) -> Normed:
-        """`Ops.add_linear`."""
+        """`Ops.product_add_rms_norm`."""
         scaled = torch.empty_like(residual)
         num_units = -(-residual.shape[1] // UNIT)
         squares = residual.new_empty((residual.shape[0], num_units), dtype=torch.float32)
