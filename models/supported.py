@@ -87,14 +87,20 @@ def head_order(config: ModelConfig, interleaved: bool = False) -> HeadOrder | No
 
 def unused_names(config: ModelConfig, mesh: MeshConfig) -> dict[str, None]:
     """The tensors of other pipeline stages, and of multi-token-prediction layers after the last."""
-    num_drafts = getattr(config.hf_config, "num_nextn_predict_layers", None) or 0
-    indices = {*range(config.num_layers + num_drafts)} - {*mesh.layers(config.num_layers)}
-    prefixes = tuple(f"model.layers.{index}." for index in indices)
-    if mesh.stage > 0:
-        prefixes += FIRST_STAGE
-    if not prefixes:
+    key = "num_nextn_predict_layers"
+    num_drafts: Any = getattr(config.hf_config, key, None)
+    if num_drafts is not None and (type(num_drafts) is not int or num_drafts < 0):
+        raise ModelLoadError(_text(config, key, "must be an integer, 0 or more"))
+    known, own = range(config.num_layers + (num_drafts or 0)), mesh.layers(config.num_layers)
+    if known == own:  # all that there are; a GGUF header takes long to read
         return {}
-    return {name: None for name in stored_names(config.path) if name.startswith(prefixes)}
+
+    def is_unused(name: str) -> bool:
+        if (found := LAYER_NAME.match(name)) is None:
+            return mesh.stage > 0 and name.startswith(FIRST_STAGE)
+        return int(found[1]) in known and int(found[1]) not in own
+
+    return dict.fromkeys(filter(is_unused, stored_names(config.path)))
 
 
 def check_num_tensors(config: ModelConfig) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, MambaConfig, Qwen2_5_VLConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as ARCHITECTURES,
@@ -123,6 +124,25 @@ def test_more_layers_than_the_checkpoint_has_tensors_are_refused(tmp_path, num_l
         build(tmp_path)
     assert "config.json: num_hidden_layers" in str(caught.value)
     assert time.perf_counter() - start < 5
+
+
+@pytest.mark.parametrize("number", [-1, 2.0, True, "1", [1]])
+def test_a_number_of_draft_layers_that_is_none(tmp_path, number):
+    write_config(tmp_path, CONFIGS["llama"], num_nextn_predict_layers=number)
+    with pytest.raises(ModelLoadError) as error:
+        build(tmp_path)
+    assert f"config.json: num_nextn_predict_layers {number!r} must be" in str(error.value)
+
+
+@pytest.mark.parametrize("number", [None, 0, 1, 10**30])
+def test_draft_layers_that_the_configuration_counts_are_not_loaded(tmp_path, number):
+    """However many it says, only names that are stored are looked at."""
+    random_reference(CONFIGS["llama"]).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / SINGLE_FILE)
+    names = [f"model.layers.{index}.mlp.up_proj.weight" for index in (2, 3, 4)]
+    save_file(tensors | {name: tensors[names[0]].clone() for name in names}, tmp_path / SINGLE_FILE)
+    write_config(tmp_path, CONFIGS["llama"], num_nextn_predict_layers=number)
+    assert set(build(tmp_path).aliases) == {*names[1 : 1 + min(number or 0, 2)]}
 
 
 def test_layers_are_not_counted_where_no_checkpoint_can_be_read(tmp_path):
