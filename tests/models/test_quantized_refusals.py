@@ -73,12 +73,24 @@ def with_config(name: str, folder: Path, changes: dict[str, Any]) -> Path:
         ("ct-fp8-channel", {"config_groups.group_0.weights.symmetric": False}, ["symmetric"]),
         ("ct-fp8-block", {"config_groups.group_0.weights.block_structure": [8]}, ["block_str"]),
         ("ct-int8", {"config_groups.group_0.input_activations.num_bits": 4}, ["num_bits", "4"]),
+        ("ct-pack-4", {"transform_config": {"config_groups": {"u": {}}}}, ["transform_config"]),
+        ("ct-pack-4", {"ignore": ["re:("]}, ["ignore", "pattern '('", "missing )"]),
+        ("ct-pack-4", {"ignore": ["re:(a+)+$"]}, ["ignore", "pattern '(a+)+$'", "repeats a group"]),
+        ("ct-pack-4", {"ignore": ["re:" + ".*" * 7 + "x"]}, ["ignore", "repetitions"]),
+        ("ct-pack-4", {"ignore": ["re:" + "x" * 2000]}, ["ignore", "2000 characters"]),
+        ("ct-pack-4", {"config_groups.group_0.targets": ["re:x{9999999999}"]}, ["targets", "'x{9"]),
+        ("gptq", {"dynamic": {"-:(": {}}}, ["dynamic", "pattern '('", "missing )"]),
+        ("gptq", {"dynamic": {"+:(.*)*x": {"bits": 8}}}, ["dynamic", "pattern '(.*)*x'"]),
     ],
 )
 def test_keys(name: str, changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
     message = refusal(with_config(name, tmp_path, changes))
     for word in words:
         assert word in message
+
+
+def test_no_rotations_are_none(tmp_path: Path) -> None:
+    load(with_config("ct-pack-4", tmp_path, {"transform_config": {}}))
 
 
 def scaled(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
