@@ -30,6 +30,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from model_shapes import CASES
 SECONDS = {"check": 150.0, "time": 90.0, "memory": 60.0, "http": 200.0}  # of a shape
 CHECKS_AT_ONCE = 4
 AHEAD = 2  # processes that are imported while others have the device
-STACKS_BEFORE_S = 5.0  # the end of a shape's time
+STACKS_S = 5.0  # to print stacks
 LAST_LINES = 30  # of what fails
 GO = "go\n"
 IMPORTED = "asyncllm.worker.worker", "triton", "transformers.models.auto"  # slow, without a device
@@ -84,8 +85,11 @@ class Shapes:
                 status = "ok" if process.returncode == 0 else f"exit status {process.returncode}"
         except subprocess.TimeoutExpired:
             status = "out of time"
+            process.send_signal(signal.SIGABRT)  # it prints its stacks
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STACKS_S)
         finally:
-            if process.poll() is None:
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         return status
@@ -109,12 +113,12 @@ def run_child(options: argparse.Namespace) -> int:
     from asyncllm.child_process import end_with
 
     end_with(os.getppid())  # also if this script is killed
+    faulthandler.enable()
     name = options.only
     for module in IMPORTED:
         importlib.import_module(module)
     if sys.stdin.readline() != GO:
         return 1
-    faulthandler.dump_traceback_later(options.seconds - STACKS_BEFORE_S)
     with tempfile.TemporaryDirectory() as folder:
         given = name, CASES[name], Path(folder)
         if options.what == "check":

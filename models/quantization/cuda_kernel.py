@@ -27,7 +27,7 @@ from asyncllm.kernels.quant_gemm.matrix import (
 from asyncllm.kernels.quant_gemm.skinny_gemm import skinny_gemm
 from asyncllm.kernels.quant_gemm.words import CHUNK, TILE_ROWS, num_words, to_words
 from asyncllm.models.layers.linear_method import Weights, put
-from asyncllm.models.layers.ops import Epilogue, FusedProducts, Norm, Normed, Ops, Out
+from asyncllm.models.layers.ops import Epilogue, FusedProducts, Norm, Normed, Out
 from asyncllm.models.quantization.scheme import CODE_VALUES, FP8_MAX, Scheme, unpack
 from asyncllm.models.quantization.scheme import dequantize as dequantize_torch
 
@@ -40,9 +40,8 @@ LEAST_GROUP = 16  # columns that a tensor core instruction takes
 class CudaQuantKernel:
     """dtype: the model's, in 16 bits."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, ops: Ops | None = None) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._ops = ops
         self._tables = {
             kind: torch.tensor(CODE_VALUES[kind], device=device) for kind in ("fp4", "nf4")
         }
@@ -107,8 +106,8 @@ class CudaQuantKernel:
             values8, scales = x.in_bytes or quantize_rows(values, torch.int8)
             sums = torch._int_mm(values8, matrix.weight.T)
             return _with_bias((sums * scales * matrix.scale.T).to(values.dtype), matrix.bias)
-        assert self._ops is not None
-        return self._ops.product(Normed(values), dequantize(matrix, values.dtype), matrix.bias)
+        # Not by `Ops`: its GEMMs keep weights to be timed on, and this one lives for one product.
+        return F.linear(values, dequantize(matrix, values.dtype), matrix.bias)
 
     def fused(
         self, scheme: Scheme, weights: Weights, x: Normed, epilogue: Epilogue[Out]

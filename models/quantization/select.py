@@ -72,7 +72,7 @@ def select_methods(
     reader_of = _reader_of(config)
     if reader_of is None:
         return Methods(lambda name: plain, None, set(), set())
-    kernel, experts_kernel = select_kernels(device, dtype, ops)
+    kernel, experts_kernel = select_kernels(device, dtype)
 
     @cache
     def linear(reader: Reader) -> LinearMethod:
@@ -110,9 +110,7 @@ def is_quantized(config: ModelConfig) -> bool:
     return config.quantization is not None or quantization_keys(config) is not None
 
 
-def select_kernels(
-    device: torch.device, dtype: torch.dtype, ops: Ops
-) -> tuple[QuantKernel, ExpertsKernel]:
+def select_kernels(device: torch.device, dtype: torch.dtype) -> tuple[QuantKernel, ExpertsKernel]:
     """Our kernels on CUDA in 16 bits, else torch."""
     if device.type != "cuda" or dtype == torch.float32:
         return CpuQuantKernel(), CpuExperts()
@@ -120,7 +118,7 @@ def select_kernels(
     from asyncllm.models.quantization.cuda_experts import CudaExperts
     from asyncllm.models.quantization.cuda_kernel import CudaQuantKernel
 
-    kernel = CudaQuantKernel(device, dtype, ops)
+    kernel = CudaQuantKernel(device, dtype)
     return kernel, CudaExperts(kernel)
 
 

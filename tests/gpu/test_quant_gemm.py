@@ -224,7 +224,7 @@ def by_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         )
     # The interpreter takes programs one after the other.
     monkeypatch.setattr(gemv, "choose_row_tiles", lambda matrix, gated: gemv.Tiles(64, 128, 4))
-    kernel = CudaQuantKernel(DEVICE, DTYPE, TorchOps())
+    kernel = CudaQuantKernel(DEVICE, DTYPE)
     monkeypatch.setattr(select, "select_kernels", lambda *_: (kernel, CudaExperts(kernel)))
 
 

@@ -40,8 +40,6 @@ FORMATS = {
     ("int4", 128, False): "INT4",
     ("int4", 128, True): (INT4_OFFSETS := "INT4_OFFSETS"),
 }
-# Whose steps have run on a GPU. A start leaves the others to the layers (docs/log/runs.md, R20).
-RUN_ON_GPU = (PLAIN, "FP8")
 MOST_LAYERS = {INT4_OFFSETS: 56}  # whose pointers have room beside the rest, else
 MAX_LAYERS = 80
 
@@ -114,7 +112,7 @@ def _splits_fit(layer: AttentionLayer, num_blocks: int) -> bool:
 
 def _definitions_for(start: Start) -> Definitions | None:
     is_asked = min(start.free_decode_sizes, default=MAX_ROWS + 1) <= MAX_ROWS
-    if start.dense_weights not in RUN_ON_GPU or not is_asked:
+    if start.dense_weights is None or not is_asked:
         return None
     shape = start.sizes, start.layers, start.kv_dtype, start.block_size
     return definitions(*shape, num_sms(start.device), start.dense_weights)
