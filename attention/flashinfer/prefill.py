@@ -227,9 +227,8 @@ def position_mode(layer: AttentionLayer) -> int:
 def prefill_backend(
     capability: tuple[int, int], layer: AttentionLayer, is_fp8: bool = False
 ) -> str:
-    """FlashInfer's name of the kernel for a layer. FA3 supports soft caps and heads of 256, too, but
-    its module takes ten times as long to compile as FA2's, and few come compiled; with FP8 pages it
-    needs FP8 queries."""
+    """FlashInfer's name of the kernel for a layer. FA3 supports soft caps and heads of 256 too, but
+    its module takes ten times as long to compile as FA2's; with FP8 pages it needs FP8 queries."""
     is_plain = layer.window is None and layer.soft_cap is None and layer.slopes is None
     is_common = is_plain and layer.head_dim <= MOST_FA3_HEAD_DIM and not is_fp8
     return "fa3" if capability[0] == 9 and is_common else "fa2"
