@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from gpu_oracles import CHECKS
-from gpu_timing import time_http
+from gpu_timing import figures, time_http
 
 
 def run_checks() -> int:
@@ -52,7 +52,7 @@ def main() -> int:
     for model in args.model:
         print(f"\n{Path(model).name}, dummy weights:\n", flush=True)
         for row in time_http(model, args.workloads.split(","), args.out):
-            print(json.dumps(row)[:1500], flush=True)
+            print(json.dumps(figures(row)), flush=True)
     return 1 if failed else 0
 
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from gpu_timing import time_http
+from gpu_timing import figures, time_http
 from rank_checks import LAYOUTS, named_checks
 from rank_sums import run_sums
 
@@ -131,8 +131,7 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
 def run_layout(args: argparse.Namespace) -> int:
     flags = {"gpu_memory_utilization": args.memory, **LAYOUTS[args.run_layout]}
     for row in time_http(args.model[0], args.http.split(","), None, flags):
-        row["result"].pop("conditions", None)
-        print(json.dumps(row), flush=True)
+        print(json.dumps(figures(row)), flush=True)
     return 0
 
 

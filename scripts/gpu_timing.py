@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,9 @@ def time_http(
     workloads: list[str],
     out: Path | None,
     settings: Mapping[str, Any] | None = None,
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """The workloads by scripts/loadtest.py against `asyncllm serve` in a process of its own, with
-    these `settings` beside SERVING."""
+    these `settings` beside SERVING; each as soon as it is done."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -39,7 +39,6 @@ def time_http(
     start = time.perf_counter()
     server = subprocess.Popen(command)
     url = f"http://127.0.0.1:{port}"
-    rows = []
     try:
         wait_until_healthy(url, server)
         ready_s = round(time.perf_counter() - start, 2)
@@ -53,13 +52,32 @@ def time_http(
                 print(done.stderr[-2000:], file=sys.stderr, flush=True)
             lines = done.stdout.strip().splitlines()
             result = json.loads(lines[-1]) if lines else {"error": done.stderr[-500:]}
-            rows.append({"workload": workload, "ready_s": ready_s, "result": result})
             if out is not None:
                 name = f"{Path(model).name}-{workload}.txt"
                 (out / name).write_text(done.stderr[-4000:] + done.stdout)
+            yield {"workload": workload, "ready_s": ready_s, "result": result}
     finally:
         end(server)
-    return rows
+
+
+def figures(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a table shows of one of `time_http`'s rows: ms, medians and 99th percentiles, and tokens
+    per second; or what the load test said instead."""
+    report = row["result"]
+    if "latency_ms" not in report:
+        return {"workload": row["workload"], "failed": report}
+    latency = report["latency_ms"]
+    ttft, gaps = latency["ttft_from_sent"], latency["itl_per_chunk"]
+    return {
+        "workload": row["workload"],
+        "ready_s": row["ready_s"],
+        "ttft_ms": round(ttft["median"], 2),
+        "ttft_p99_ms": round(ttft["p99"], 2),
+        "tpot_ms": round(latency["tpot"]["median"], 3),
+        "itl_p99_ms": round(gaps["p99"], 2),
+        "output_tokens_per_s": round(report["output_tokens_per_s"]),
+        "total_tokens_per_s": round(report["total_tokens_per_s"]),
+    }
 
 
 def end(server: subprocess.Popen[bytes]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from gpu_questions import Args
-from gpu_timing import time_http
+from gpu_timing import figures, time_http
 from model_shapes import Case, bytes_of_step, write_shape
 
 from asyncllm import AsyncLLMEngine, RequestOutput, SamplingParams
@@ -188,21 +188,13 @@ def measure_http(name: str, case: Case, folder: Path, options: Any) -> dict[str,
     del settings["skip_tokenizer_init"]
     result: dict[str, Any] = {}
     for row in time_http(str(model), options.workloads.split(","), None, settings):
-        load, measured = row["workload"], row["result"]
-        if "latency_ms" not in measured:
-            print(f"     {name} {load}: {json.dumps(measured)[:600]}", flush=True)
-            continue
-        latency = measured["latency_ms"]
-        result["ready_s"] = row["ready_s"]
-        result[load] = {
-            "ttft_ms": round(latency["ttft_from_sent"]["median"], 2),
-            "tpot_ms": round(latency["tpot"]["median"], 3),
-            "output_tokens_per_s": round(measured["output_tokens_per_s"]),
-        }
-        if (rows := {"lat1": 1, "lat8": 8}.get(load)) is not None:
+        load = row["workload"]
+        found = result[load] = figures(row)
+        rows = {"lat1": 1, "lat8": 8}.get(load)
+        if rows is not None and "tpot_ms" in found:
             num_bytes = bytes_of_step(EngineArgs(str(model), **SETTINGS | case.args), rows, 256)
             limit = num_bytes / options.tb_per_s / 1e9
-            share = round(limit / result[load]["tpot_ms"], 3)
-            result[load] |= {"limit_ms": round(limit, 3), "share": share}
-        print(f"     {name} {load} over HTTP: {json.dumps(result[load])}", flush=True)
+            share = round(limit / found["tpot_ms"], 3)
+            found |= {"limit_ms": round(limit, 3), "share": share}
+        print(f"     {name} {load} over HTTP: {json.dumps(found)}", flush=True)
     return result

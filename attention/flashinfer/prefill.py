@@ -29,6 +29,7 @@ WORKSPACE_BYTES = 8 << 20  # for a plan, as in the wrapper
 MASK_CAUSAL = 1  # flashinfer.utils.MaskMode
 LAYOUT_NHD = 0  # flashinfer.utils.TensorLayout
 LN_2 = math.log(2)
+MOST_FA3_HEAD_DIM = 128
 
 
 # (layer, its keys, its values), [pages, block_size, kv_heads, head_dim] each
@@ -226,11 +227,11 @@ def position_mode(layer: AttentionLayer) -> int:
 def prefill_backend(
     capability: tuple[int, int], layer: AttentionLayer, is_fp8: bool = False
 ) -> str:
-    """FlashInfer's name of the kernel for a layer. FA3 supports soft caps too, but its module takes
-    ten times as long to compile as FA2's; with FP8 pages it needs FP8 queries."""
+    """FlashInfer's name of the kernel for a layer. FA3 supports soft caps and heads of 256 too, but
+    its module takes ten times as long to compile as FA2's; with FP8 pages it needs FP8 queries."""
     is_plain = layer.window is None and layer.soft_cap is None and layer.slopes is None
-    is_plain = is_plain and not is_fp8
-    return "fa3" if capability[0] == 9 and is_plain else "fa2"
+    is_common = is_plain and layer.head_dim <= MOST_FA3_HEAD_DIM and not is_fp8
+    return "fa3" if capability[0] == 9 and is_common else "fa2"
 
 
 def _backend(layer: AttentionLayer, device: torch.device, is_fp8: bool) -> str:

@@ -99,6 +99,15 @@ def test_prefills_are_planned_for_each_kind_of_layers(
     assert len(plan._kernels) == len(backends) + len(fake.wrappers) == 2
 
 
+@pytest.mark.parametrize(("head_dim", "expected"), [(64, "fa3"), (128, "fa3"), (256, "fa2")])
+def test_large_heads_are_prefilled_by_fa2(
+    head_dim: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeFlashInfer(monkeypatch)
+    layer = AttentionLayer(0, 8, 2, head_dim, 0.125, None)
+    assert import_ours("prefill").prefill_backend((9, 0), layer) == expected
+
+
 def test_a_compilation_is_announced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
