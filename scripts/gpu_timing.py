@@ -61,8 +61,8 @@ def time_http(
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a table shows of one of `time_http`'s rows: ms, medians and 99th percentiles, and tokens
-    per second; or what the load test said instead."""
+    """A table's figures from one of `time_http`'s rows: ms, medians and 99th percentiles, and
+    tokens per second; or what the load test said instead."""
     report = row["result"]
     if "latency_ms" not in report:
         return {"workload": row["workload"], "failed": report}
