@@ -6,6 +6,7 @@ and tells the engine the number of pages, the context window and the cost of swa
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -255,6 +256,7 @@ class Worker:
                 self.adapters.close()
             del self.runner, self._captures, self.common_steps
             if self.device.type == "cuda":
+                gc.collect()  # what is part of a cycle would be freed later, and stay with torch
                 torch.cuda.empty_cache()
 
     # --- phases of the construction ----------------------------------------------------------
