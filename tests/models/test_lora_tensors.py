@@ -21,7 +21,7 @@ from asyncllm.models.lora_tensors import AdapterTensors
 from tests.engine.adapter_files import write_adapter
 
 NOT_FINITE = [float("nan"), float("inf"), -float("inf")]
-OPERATIONS_PER_TURN = 80
+OPERATIONS_PER_TURN = 48
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
