@@ -15,7 +15,7 @@ from asyncllm.models.decoder import DecoderSpec
 from asyncllm.models.layers.attention import AttentionSpec
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.mlp import MLPSpec
-from asyncllm.models.supported import head_order, layer_windows
+from asyncllm.models.supported import head_order, layer_windows, one_window, positive_number
 
 
 def llama(config: ModelConfig, build: Build) -> DecoderSpec:
@@ -33,12 +33,12 @@ def granite(config: ModelConfig, build: Build) -> DecoderSpec:
         attention_scale=hf.attention_multiplier,
         embedding_scale=hf.embedding_multiplier,
         residual_scale=hf.residual_multiplier,
-        logit_scale=1 / hf.logits_scaling,
+        logit_scale=1 / positive_number(config, "logits_scaling"),
     )
 
 
 def mistral(config: ModelConfig, build: Build) -> DecoderSpec:
-    return DecoderSpec(windows=(config.hf_config.sliding_window,) * config.num_layers)
+    return DecoderSpec(windows=(one_window(config),) * config.num_layers)
 
 
 def qwen2(config: ModelConfig, build: Build) -> DecoderSpec:

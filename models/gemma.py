@@ -12,7 +12,7 @@ from asyncllm.models.decoder import DecoderSpec, NormNames
 from asyncllm.models.layers.attention import AttentionSpec
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.rotary import build_rotary
-from asyncllm.models.supported import layer_windows, require
+from asyncllm.models.supported import layer_windows, positive_number, require
 
 OFFSET = 1.0
 NORMS = NormNames(
@@ -40,7 +40,7 @@ def gemma(config: ModelConfig, build: Build) -> DecoderSpec:
             qk_norm="head" if is_third else None,
             norm_offset=OFFSET,
         ),
-        attention_scale=hf.query_pre_attn_scalar**-0.5,
+        attention_scale=positive_number(config, "query_pre_attn_scalar") ** -0.5,
         # Gemma 3 has the key, but does not cap.
         soft_cap=None if is_third else hf.attn_logit_softcapping,
         norms=NORMS,

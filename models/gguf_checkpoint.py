@@ -54,6 +54,8 @@ class GGUFCheckpoint:
         self._names = {self._name(name): name for name in header.tensors if name != ROPE_DIVISORS}
         for name in header.tensors:
             self._num_bytes(name)
+        for name in {tensor.type: name for name, tensor in header.tensors.items()}.values():
+            self._check_type(name)
 
     @property
     def names(self) -> Set[str]:
@@ -74,6 +76,15 @@ class GGUFCheckpoint:
         values = self._dequantize(rows, self._types(tensor.type))
         matrix = torch.from_numpy(np.array(values, np.float32)).view(tensor.shape)
         return self._unpermuted(stored, matrix)
+
+    def _check_type(self, name: str) -> None:
+        kind = self._types(self._header.tensors[name].type)
+        try:
+            self._dequantize(np.zeros((1, self._sizes[kind][1]), np.uint8), kind)
+        except NotImplementedError as error:
+            raise ModelLoadError(
+                f"{self.source}: {name} has type {kind.name}, which the gguf package does not read"
+            ) from error
 
     def _num_bytes(self, name: str) -> int:
         tensor: GGUFTensor = self._header.tensors[name]

@@ -164,17 +164,24 @@ def _misfit(checkpoint: AnyCheckpoint, name: str, message: str) -> ModelLoadErro
 
 def _fill_dummy(loads: Sequence[Load], seed: int) -> None:
     """Fill weights with normal values, and norms, which are one-dimensional, with ones. A transform
-    gets such values, too."""
+    gets such values, too, unless it makes numbers of codes, which need other tensors."""
     generator = torch.Generator(loads[0].view.device).manual_seed(seed)
     for load in loads:
-        if load.transform is not None:
-            load.view.copy_(load.transform(_dummy_file(load, generator)[load.part]))
-        elif load.view.dim() == 1 and load.name.endswith(".weight"):
-            load.view.fill_(1.0)
-        elif load.view.dtype in PLAIN_FLOATS:
-            load.view.normal_(0.0, DUMMY_STD, generator=generator)
+        view, is_plain = load.view, load.view.dtype in PLAIN_FLOATS
+        if not view.numel():
+            continue  # it would only be checked, or is another rank's
+        if view.dtype == torch.int32:  # an order of columns
+            view.copy_(torch.arange(view.shape[-1]))
+        elif is_plain and not (load.file_dtype or view.dtype).is_floating_point:
+            view.normal_(0.0, DUMMY_STD, generator=generator).abs_().add_(DUMMY_STD)
+        elif load.transform is not None:
+            view.copy_(load.transform(_dummy_file(load, generator)[load.part]))
+        elif view.dim() == 1 and load.name.endswith(".weight"):
+            view.fill_(1.0)
+        elif is_plain:
+            view.normal_(0.0, DUMMY_STD, generator=generator)
         else:
-            load.view.copy_(_dummy_file(load, generator)[load.part])
+            view.copy_(_dummy_file(load, generator)[load.part])
 
 
 def _dummy_file(load: Load, generator: torch.Generator) -> torch.Tensor:
@@ -182,7 +189,7 @@ def _dummy_file(load: Load, generator: torch.Generator) -> torch.Tensor:
     shape = tuple(load.view.shape) if load.file_shape is None else load.file_shape
     dtype, device = load.file_dtype or load.view.dtype, load.view.device
     if not dtype.is_floating_point:
-        least, above = (0, 256) if dtype == torch.uint8 else (-128, 128)
+        least, above = torch.iinfo(dtype).min, torch.iinfo(dtype).max + 1
         if load.name.endswith(("_scale", "_scales")):  # exponents
             least, above = DUMMY_EXPONENTS
         return torch.randint(least, above, shape, dtype=dtype, device=device, generator=generator)

@@ -6,7 +6,6 @@ What is not served exactly is refused with its name.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,9 @@ import msgspec
 
 from asyncllm.errors import LoRALoadError
 from asyncllm.lora import CONFIG_FILE
+from asyncllm.models.name_pattern import name_pattern
 
 MAX_CONFIG_BYTES = 1 << 20
-MAX_PATTERN_CHARS = 256
-# Matched against many names: a repeated group could take for ever.
-REPEATED_GROUP = re.compile(r"\)[*+?{]")
 
 
 class PeftConfig(msgspec.Struct):
@@ -94,11 +91,9 @@ def read_config(folder: Path) -> tuple[PeftConfig, bytes]:
 def _of_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     """The value of the first pattern that a module's name ends with, as peft matches them."""
     for pattern, value in patterns.items():
-        if len(pattern) > MAX_PATTERN_CHARS or REPEATED_GROUP.search(pattern):
-            raise LoRALoadError(f"{CONFIG_FILE}: pattern {pattern[:MAX_PATTERN_CHARS]!r}")
         try:
-            if re.match(rf"(.*\.)?({pattern})$", module):
+            if name_pattern(rf"(.*\.)?({pattern})$").match(module):
                 return value
-        except re.error as error:
-            raise LoRALoadError(f"{CONFIG_FILE}: pattern {pattern!r}: {error}") from error
+        except ValueError as error:
+            raise LoRALoadError(f"{CONFIG_FILE}: {error}") from error
     return default

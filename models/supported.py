@@ -5,6 +5,7 @@ Every error names config.json, the key and its value.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -22,8 +23,13 @@ ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": Activation("gelu_tanh")}
 
 
 def unsupported(config: ModelConfig, key: str, reason: str) -> UnsupportedModelError:
-    """The error for one key of config.json; `reason` continues after its value."""
+    """The error for a key that transformers' code may serve; `reason` continues after its value."""
     return UnsupportedModelError(_text(config, key, reason))
+
+
+def _invalid(config: ModelConfig, key: str, reason: str) -> ModelLoadError:
+    """The same for a value that no code can compute with."""
+    return ModelLoadError(_text(config, key, reason))
 
 
 def _text(config: ModelConfig, key: str, reason: str) -> str:
@@ -42,11 +48,19 @@ def require(config: ModelConfig, **values: tuple[Any, ...]) -> None:
 def positive(config: ModelConfig, key: str, at_most: str | None = None) -> int:
     """A key that must be a positive integer, at most another key's. Raises `ModelLoadError`."""
     value = getattr(config.hf_config, key, None)
-    if not isinstance(value, int) or value < 1:
+    if type(value) is not int or value < 1:
         raise unsupported(config, key, "must be a positive integer")
     if at_most is not None and value > (most := positive(config, at_most)):
         raise unsupported(config, key, f"is more than {at_most} {most}")
     return value
+
+
+def positive_number(config: ModelConfig, key: str) -> float:
+    """A key that must be a positive, finite number. Raises `ModelLoadError`."""
+    value: Any = getattr(config.hf_config, key)
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise _invalid(config, key, "must be a positive number")
+    return float(value)
 
 
 def activation_of(config: ModelConfig) -> Activation:
@@ -63,15 +77,24 @@ def layer_windows(config: ModelConfig) -> tuple[int | None, ...]:
     """Each layer's window by `layer_types`; without that key, one window for all layers."""
     hf = config.hf_config
     if getattr(hf, "layer_types", None) is None:
-        return (getattr(hf, "sliding_window", None),) * config.num_layers
-    windows = {"full_attention": None, "sliding_attention": hf.sliding_window}
-    if not set(hf.layer_types) <= windows.keys() or len(hf.layer_types) != config.num_layers:
-        raise unsupported(
-            config, "layer_types", f"must be {config.num_layers} of {', '.join(windows)}"
-        )
-    if "sliding_attention" in hf.layer_types and hf.sliding_window is None:
+        return (one_window(config),) * config.num_layers
+    kinds = {"full_attention", "sliding_attention"}
+    if not {*hf.layer_types} <= kinds or len(hf.layer_types) != config.num_layers:
+        reason = f"must be {config.num_layers} of {', '.join(sorted(kinds))}"
+        raise unsupported(config, "layer_types", reason)
+    if "sliding_attention" not in hf.layer_types:
+        return (None,) * config.num_layers
+    if (window := one_window(config)) is None:
         raise unsupported(config, "sliding_window", "must be set: layer_types asks for it")
-    return tuple(windows[layer_type] for layer_type in hf.layer_types)
+    return tuple(window if each == "sliding_attention" else None for each in hf.layer_types)
+
+
+def one_window(config: ModelConfig) -> int | None:
+    """`sliding_window`, which may be None. Raises `ModelLoadError`."""
+    window: Any = getattr(config.hf_config, "sliding_window", None)
+    if window is not None and (type(window) is not int or window < 1):
+        raise _invalid(config, "sliding_window", "must be a positive integer or null")
+    return window
 
 
 def head_order(config: ModelConfig, interleaved: bool = False) -> HeadOrder | None:
@@ -87,14 +110,20 @@ def head_order(config: ModelConfig, interleaved: bool = False) -> HeadOrder | No
 
 def unused_names(config: ModelConfig, mesh: MeshConfig) -> dict[str, None]:
     """The tensors of other pipeline stages, and of multi-token-prediction layers after the last."""
-    num_drafts = getattr(config.hf_config, "num_nextn_predict_layers", None) or 0
-    indices = {*range(config.num_layers + num_drafts)} - {*mesh.layers(config.num_layers)}
-    prefixes = tuple(f"model.layers.{index}." for index in indices)
-    if mesh.stage > 0:
-        prefixes += FIRST_STAGE
-    if not prefixes:
+    key = "num_nextn_predict_layers"
+    num_drafts: Any = getattr(config.hf_config, key, None)
+    if num_drafts is not None and (type(num_drafts) is not int or num_drafts < 0):
+        raise _invalid(config, key, "must be an integer, 0 or more")
+    known, own = range(config.num_layers + (num_drafts or 0)), mesh.layers(config.num_layers)
+    if known == own:  # all that there are; a GGUF header takes long to read
         return {}
-    return {name: None for name in stored_names(config.path) if name.startswith(prefixes)}
+
+    def is_unused(name: str) -> bool:
+        if (found := LAYER_NAME.match(name)) is None:
+            return mesh.stage > 0 and name.startswith(FIRST_STAGE)
+        return int(found[1]) in known and int(found[1]) not in own
+
+    return dict.fromkeys(filter(is_unused, stored_names(config.path)))
 
 
 def check_num_tensors(config: ModelConfig) -> None:
@@ -103,7 +132,7 @@ def check_num_tensors(config: ModelConfig) -> None:
     num_tensors = len(stored_names(config.path))
     if 0 < num_tensors < config.num_layers:
         reason = f"is more than the {num_tensors} tensors of the checkpoint"
-        raise ModelLoadError(_text(config, "num_hidden_layers", reason))
+        raise _invalid(config, "num_hidden_layers", reason)
 
 
 def check_decoder(config: ModelConfig) -> None:
@@ -111,11 +140,11 @@ def check_decoder(config: ModelConfig) -> None:
     hf = config.hf_config
     if hf.num_attention_heads % config.num_kv_heads:
         reason = f"is no multiple of {config.num_kv_heads} key-value heads"
-        raise ModelLoadError(_text(config, "num_attention_heads", reason))
+        raise _invalid(config, "num_attention_heads", reason)
     if (config.path / LINK).is_file():  # a GGUF header takes long to read
         return
     found = map(LAYER_NAME.match, stored_names(config.path))
     num_stored = 1 + max((int(name[1]) for name in found if name), default=-1)
     if 0 < num_stored < config.num_layers:  # building them would exhaust memory
         reason = f"is more than the {num_stored} of the checkpoint"
-        raise ModelLoadError(_text(config, "num_hidden_layers", reason))
+        raise _invalid(config, "num_hidden_layers", reason)

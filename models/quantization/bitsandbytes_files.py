@@ -20,6 +20,7 @@ from asyncllm.models.quantization.scheme import CODE_VALUES, Scheme
 from asyncllm.models.quantization.sources import Header, check_groups, checked
 
 BLOCK = 64
+NESTED_BLOCKS = tuple(1 << bits for bits in range(5, 13))  # 32 to 4096, as bitsandbytes has them
 INT8_MAX = 127.0
 MAX_STATE_BYTES = 1 << 16
 
@@ -66,27 +67,31 @@ def _nf4_sources(header: Header, name: str, rows: int, columns: int) -> Iterator
     if size[0] > MAX_STATE_BYTES:
         raise ModelLoadError(f"{name}.{suffix}: {size[0]} bytes are more than {MAX_STATE_BYTES}")
 
+    nested = header(f"{name}.weight.nested_absmax")
+
     def state(content: torch.Tensor) -> list[torch.Tensor]:
-        kept.update(_read_state(content, rows, columns))
+        kept.update(_read_state(content, rows, columns, nested is not None))
         return []
 
     yield Source(suffix, size, torch.uint8, (), state)
     yield Source("weight.quant_map", (16,), torch.float32, (), _check_map)
-    if (nested := header(f"{name}.weight.nested_absmax")) is not None:
+    if nested is not None:
 
         def keep(key: str, tensor: torch.Tensor) -> list[torch.Tensor]:
             kept[key] = tensor
             return []
 
-        yield Source("weight.nested_absmax", nested[0], torch.float32, (), partial(keep, "absmax"))
+        def keep_scales(scales: torch.Tensor) -> list[torch.Tensor]:
+            if scales.numel() != (count := -(-num_blocks // kept["nested_blocksize"])):
+                raise ValueError(f"has {scales.numel()} scales, not {count}")
+            return keep("absmax", scales)
+
+        yield Source("weight.nested_absmax", nested[0], torch.float32, (), keep_scales)
         yield Source("weight.nested_quant_map", (256,), torch.float32, (), partial(keep, "map"))
 
         def unnest(codes: torch.Tensor) -> list[torch.Tensor]:
-            size = int(kept["nested_blocksize"])
-            most = kept["absmax"].repeat_interleave(size)
-            if len(most) < num_blocks:
-                raise ValueError(f"has {num_blocks} blocks, more than nested_absmax has scales for")
-            scale = kept["map"][codes.int()] * most[:num_blocks] + kept["nested_offset"]
+            most = kept["absmax"].repeat_interleave(kept["nested_blocksize"])[:num_blocks]
+            scale = kept["map"][codes.int()] * most + kept["nested_offset"]
             return [checked(scale).view(rows, -1)]
 
         yield Source("weight.absmax", (num_blocks,), torch.uint8, ("scale",), unnest)
@@ -113,18 +118,24 @@ def _check_map(values: torch.Tensor) -> list[torch.Tensor]:
     return []
 
 
-def _read_state(content: torch.Tensor, rows: int, columns: int) -> Mapping[str, Any]:
+def _read_state(
+    content: torch.Tensor, rows: int, columns: int, is_nested: bool
+) -> Mapping[str, Any]:
     try:
         state = json.loads(bytes(content.tolist()))
         shape, block, kind = list(state["shape"]), state["blocksize"], state["quant_type"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"is no state of bitsandbytes: {error!r}") from error
     if kind != "nf4" or block != BLOCK or shape != [rows, columns]:
         raise ValueError(
             f"says {kind} in blocks of {block} of {shape}: only nf4 in blocks of {BLOCK} of "
             f"{[rows, columns]} is served"
         )
-    nested = state.get("nested_blocksize", 0), state.get("nested_offset", 0.0)
-    if not all(isinstance(number, int | float) for number in nested):
-        raise ValueError(f"nested_blocksize, nested_offset: {nested} are no numbers")
-    return {"nested_blocksize": nested[0], "nested_offset": nested[1]}
+    if not is_nested:
+        return {}
+    block, offset = state.get("nested_blocksize"), state.get("nested_offset")
+    if block not in NESTED_BLOCKS:
+        raise ValueError(f"says nested_blocksize {block!r}, not one of {NESTED_BLOCKS}")
+    if type(offset) not in (int, float) or not abs(offset) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"says nested_offset {offset!r}, not a finite number")
+    return {"nested_blocksize": int(block), "nested_offset": offset}

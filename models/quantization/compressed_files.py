@@ -44,10 +44,11 @@ class Layout(NamedTuple):
 
 
 def compressed_tensors(keys: Keys, header: Header) -> ReaderOf:
-    is_ignored = targeted_by(keys.names("ignore"))
+    keys.one_of("transform_config", (None, {}))  # rotations of weights and activations
+    is_ignored = targeted_by(keys, "ignore")
     default = keys.get("format")
     groups = [
-        (targeted_by(group.names("targets")), _reader(group, default, header))
+        (targeted_by(group, "targets"), _reader(group, default, header))
         for group in keys.children("config_groups").values()
     ]
     if not groups:

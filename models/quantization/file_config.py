@@ -14,6 +14,7 @@ from typing import Any
 
 from asyncllm.errors import ModelLoadError
 from asyncllm.model_config import ModelConfig, read_json_object
+from asyncllm.models.name_pattern import name_pattern
 
 MODELOPT_FILE = "hf_quant_config.json"
 
@@ -75,6 +76,13 @@ class Keys:
             found += value
         return found
 
+    def pattern(self, key: str, text: str) -> re.Pattern[str]:
+        """A regular expression under a key, to match names of layers with."""
+        try:
+            return name_pattern(text)
+        except ValueError as error:
+            raise ModelLoadError(f"{self._file}: {self._prefix}{key}: {error}") from error
+
     def child(self, key: str) -> Keys:
         """An object under a key, or an empty one."""
         value = self.get(key, {})
@@ -129,10 +137,11 @@ def named_by_glob(names: Sequence[str]) -> Callable[[str], bool]:
     return lambda layer: exact(layer) or any(fnmatch.fnmatchcase(layer, glob) for glob in globs)
 
 
-def targeted_by(targets: Sequence[str]) -> Callable[[str], bool]:
+def targeted_by(keys: Keys, key: str) -> Callable[[str], bool]:
     """compressed-tensors' targets: names, regular expressions after "re:", or a class of layers."""
+    targets = keys.names(key)
     names = [target for target in targets if not target.startswith("re:")]
-    patterns = [re.compile(target[3:]) for target in targets if target.startswith("re:")]
+    patterns = [keys.pattern(key, target[3:]) for target in targets if target.startswith("re:")]
     is_named = named_by([name for name in names if name != "Linear"])
     return lambda layer: (
         "Linear" in names or is_named(layer) or any(one.match(layer) for one in patterns)

@@ -6,7 +6,6 @@ and its version 1 stores zero points minus one. AWQ packs rows in an order of it
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -46,16 +45,16 @@ def gptq(keys: Keys, header: Header) -> ReaderOf:
         return _gptq_reader(bits, group, sym, ordered, zero_shift)
 
     common = reader(keys)
-    rules = {
-        pattern: None if pattern.startswith("-:") else reader(own)
-        for pattern, own in keys.children("dynamic").items()
-    }
+    rules = [
+        (
+            keys.pattern("dynamic", text.removeprefix("-:").removeprefix("+:")),
+            None if text.startswith("-:") else reader(own),
+        )
+        for text, own in keys.children("dynamic").items()
+    ]
 
     def reader_of(name: str) -> Reader | None:
-        for pattern, its in rules.items():
-            if re.match(pattern.removeprefix("-:").removeprefix("+:"), name):
-                return its
-        return common
+        return next((its for pattern, its in rules if pattern.match(name)), common)
 
     return reader_of
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +19,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float16
 if ON_GPU:
     pytestmark = pytest.mark.gpu
-elif tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+elif tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) and np.__version__ >= "2.4":
     pytest.skip("this Triton's interpreter knows no numpy 2.4", allow_module_level=True)
 
 TOLERANCE = 8e-3 if ON_GPU else 4e-3  # of its dtype
@@ -132,3 +136,31 @@ def test_routing_equals_torch(routing: Routing, corrected: bool) -> None:
     ours, exact = route(logits, correction, routing), torch_route(logits, correction, routing)
     assert torch.equal(ours.ids.long(), exact.ids)
     torch.testing.assert_close(ours.gates, exact.gates)
+
+
+@pytest.mark.parametrize("num_experts", [60, 160, 64])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "top_softmax"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_routing_of_logits_that_are_not_finite(
+    num_experts: int, score: Any, bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids are those of different experts, so that no product reads behind their weights; NaN stays
+    NaN in the gates, so that the token's logits say it."""
+    from asyncllm.kernels.route.kernel import route
+
+    if not ON_GPU:  # the interpreter's own argmax takes NaN for the greatest; a comparison does not
+        reductions = importlib.import_module("triton.runtime.interpreter").ReduceOps
+        monkeypatch.setattr(reductions, "apply_impl", reductions.generic_reduce)
+    logits = torch.randn(5, num_experts, device=DEVICE)
+    logits[1] = bad
+    logits[2, num_experts // 2] = bad
+    logits[3, 3:] = bad
+    ours = route(logits, None, Routing(6, score, True))
+    ids, gates = ours.ids, ours.gates
+    assert ((ids >= 0) & (ids < num_experts)).all(), ids
+    assert (ids.sort(dim=1).values.diff(dim=1) > 0).all(), ids
+    if bad != bad:
+        assert gates[1:4].isnan().any(dim=1).all()
+    exact = torch_route(logits[::4], None, Routing(6, score, True))
+    assert torch.equal(ids[::4].long(), exact.ids)
+    torch.testing.assert_close(gates[::4], exact.gates)

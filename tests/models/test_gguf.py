@@ -178,6 +178,28 @@ def test_k_quants_by_their_definition(kind: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("kind", gguf.GGMLQuantizationType, ids=lambda kind: kind.name)
+def test_types_are_read_or_refused_by_name(kind: Any, tmp_path: Path) -> None:
+    """Served are those that the package dequantises; it raises `NotImplementedError` of others."""
+    size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    content = np.random.default_rng(3).integers(0, 60, (2, 2 * num_bytes), np.uint8)
+    file = tmp_path / "one.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_tensor("output.weight", content, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    try:
+        expected = gguf.dequantize(content, kind)
+    except NotImplementedError:
+        with pytest.raises(ModelLoadError, match=rf"gguf: output.weight has type {kind.name}, "):
+            GGUFCheckpoint(file)
+        return
+    assert expected.shape == (2, 2 * size) and np.isfinite(expected).all()
+    np.testing.assert_array_equal(GGUFCheckpoint(file).read("lm_head.weight").numpy(), expected)
+
+
 def test_a_file_is_served_with_its_own_tokenizer_and_template(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     file = tmp_path / "tiny.gguf"

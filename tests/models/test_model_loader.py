@@ -14,6 +14,7 @@ from asyncllm.models.layers.torch_ops import TorchOps
 from asyncllm.models.loader import load_weights
 from asyncllm.models.parallel.mesh import ALONE
 from asyncllm.worker import model_loading
+from tests.models.quantized_files import FORMATS, write_checkpoint
 from tests.models.tiny_checkpoints import CONFIGS, build, llama, load, random_reference, weights
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -223,3 +224,22 @@ def test_dummy_weights(tmp_path, dtype):
             assert not torch.equal(tensor, other[name]), name
             assert tensor.float().abs().max() < 0.2, name
     assert 0.015 < first["model.embed_tokens.weight"].float().std() < 0.025
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_dummy_weights_of_quantised_checkpoints(tmp_path, name):
+    """Where the checkpoint is, and where only its configuration is."""
+    write_checkpoint(FORMATS[name], tmp_path)
+    for _ in range(2):
+        model = build(tmp_path)
+        for tensor in (t for each in model.loads() for t in (each.view, *each.others)):
+            tensor.view(torch.uint8).fill_(255)  # of floats NaN
+        load_weights(model, tmp_path, "dummy", seed=0, progress=False)
+        for each in model.loads():
+            for tensor in (each.view, *each.others):
+                assert tensor.float().isfinite().all(), each.name
+                if tensor.dtype == torch.int32:  # the order of columns
+                    assert torch.equal(tensor.sort().values[0], torch.arange(tensor.shape[1]))
+                elif "scale" in each.name or "absmax" in each.name:
+                    assert (tensor > 0).all(), each.name
+        (tmp_path / SINGLE_FILE).unlink(missing_ok=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, MambaConfig, Qwen2_5_VLConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as ARCHITECTURES,
@@ -16,13 +17,13 @@ from asyncllm.attention.base import RotatedHeads, StepMixer
 from asyncllm.attention.heads import rotated_heads
 from asyncllm.commands import doctor
 from asyncllm.config import EngineArgs
-from asyncllm.errors import ModelLoadError
+from asyncllm.errors import ModelLoadError, UnsupportedModelError
 from asyncllm.model_config import ARCHITECTURES as SUPPORTED
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import TokenInputs
 from asyncllm.models.checkpoint import SINGLE_FILE, Checkpoint
 from asyncllm.models.layers.torch_ops import TorchOps
-from asyncllm.models.registry import build_model
+from asyncllm.models.registry import build_model, settle
 from tests.models.tiny_checkpoints import CONFIGS, build, llama, random_reference, rope
 
 META = torch.device("meta")
@@ -55,6 +56,19 @@ def write_config(folder: Path, config, **changes) -> Path:
         ("llama", rope("llama3", factor=2.0), ["rope_parameters", "low_freq_factor"]),
         ("qwen2", {"layer_types": ["chunked_attention"] * 3}, ["layer_types", "chunked_attention"]),
         ("qwen2", {"layer_types": ["sliding_attention"] * 3}, ["sliding_window", "None"]),
+        *(
+            (name, {"sliding_window": window}, [f"sliding_window {window} must be a positive"])
+            for name in ("mistral-window", "qwen3-windows", "phi3", "gemma3", "gpt-oss")
+            for window in (0, -5)
+        ),
+        *(
+            (name, {key: value}, [f"{key} {value!r} must be a positive number"])
+            for name, key, values in (
+                ("gemma2", "query_pre_attn_scalar", (0, -20)),
+                ("granite", "logits_scaling", (0.0, -2.5, float("nan"))),
+            )
+            for value in values
+        ),
     ],
 )
 def test_refusals_name_the_file_and_the_key(tmp_path, name, changes, words):
@@ -63,6 +77,14 @@ def test_refusals_name_the_file_and_the_key(tmp_path, name, changes, words):
         build(tmp_path)
     for word in (tmp_path / "config.json", *words):
         assert str(word) in str(error.value)
+
+
+def test_transformers_code_is_not_asked_about_a_window_that_is_none(tmp_path):
+    """`start` leaves to it what our family does not serve exactly."""
+    write_config(tmp_path, CONFIGS["mistral-window"], sliding_window=-5)
+    with pytest.raises(ModelLoadError, match="sliding_window -5") as error:
+        settle(EngineArgs(str(tmp_path), load_format="dummy").create_engine_config())
+    assert not isinstance(error.value, UnsupportedModelError)
 
 
 @pytest.mark.parametrize("config", [GPT2Config(), Qwen2_5_VLConfig()], ids=lambda c: c.model_type)
@@ -123,6 +145,25 @@ def test_more_layers_than_the_checkpoint_has_tensors_are_refused(tmp_path, num_l
         build(tmp_path)
     assert "config.json: num_hidden_layers" in str(caught.value)
     assert time.perf_counter() - start < 5
+
+
+@pytest.mark.parametrize("number", [-1, 2.0, True, "1", [1]])
+def test_a_number_of_draft_layers_that_is_none(tmp_path, number):
+    write_config(tmp_path, CONFIGS["llama"], num_nextn_predict_layers=number)
+    with pytest.raises(ModelLoadError) as error:
+        build(tmp_path)
+    assert f"config.json: num_nextn_predict_layers {number!r} must be" in str(error.value)
+
+
+@pytest.mark.parametrize("number", [None, 0, 1, 10**30])
+def test_draft_layers_that_the_configuration_counts_are_not_loaded(tmp_path, number):
+    """However many it says, only names that are stored are looked at."""
+    random_reference(CONFIGS["llama"]).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / SINGLE_FILE)
+    names = [f"model.layers.{index}.mlp.up_proj.weight" for index in (2, 3, 4)]
+    save_file(tensors | {name: tensors[names[0]].clone() for name in names}, tmp_path / SINGLE_FILE)
+    write_config(tmp_path, CONFIGS["llama"], num_nextn_predict_layers=number)
+    assert set(build(tmp_path).aliases) == {*names[1 : 1 + min(number or 0, 2)]}
 
 
 def test_layers_are_not_counted_where_no_checkpoint_can_be_read(tmp_path):

@@ -73,12 +73,24 @@ def with_config(name: str, folder: Path, changes: dict[str, Any]) -> Path:
         ("ct-fp8-channel", {"config_groups.group_0.weights.symmetric": False}, ["symmetric"]),
         ("ct-fp8-block", {"config_groups.group_0.weights.block_structure": [8]}, ["block_str"]),
         ("ct-int8", {"config_groups.group_0.input_activations.num_bits": 4}, ["num_bits", "4"]),
+        ("ct-pack-4", {"transform_config": {"config_groups": {"u": {}}}}, ["transform_config"]),
+        ("ct-pack-4", {"ignore": ["re:("]}, ["ignore", "pattern '('", "missing )"]),
+        ("ct-pack-4", {"ignore": ["re:(a+)+$"]}, ["ignore", "pattern '(a+)+$'", "repeats a group"]),
+        ("ct-pack-4", {"ignore": ["re:" + ".*" * 7 + "x"]}, ["ignore", "repetitions"]),
+        ("ct-pack-4", {"ignore": ["re:" + "x" * 2000]}, ["ignore", "2000 characters"]),
+        ("ct-pack-4", {"config_groups.group_0.targets": ["re:x{9999999999}"]}, ["targets", "'x{9"]),
+        ("gptq", {"dynamic": {"-:(": {}}}, ["dynamic", "pattern '('", "missing )"]),
+        ("gptq", {"dynamic": {"+:(.*)*x": {"bits": 8}}}, ["dynamic", "pattern '(.*)*x'"]),
     ],
 )
 def test_keys(name: str, changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
     message = refusal(with_config(name, tmp_path, changes))
     for word in words:
         assert word in message
+
+
+def test_no_rotations_are_none(tmp_path: Path) -> None:
+    load(with_config("ct-pack-4", tmp_path, {"transform_config": {}}))
 
 
 def scaled(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -110,7 +122,14 @@ def scaled(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
         ("bnb-nf4", "weight.absmax", scaled(0.0), ["is 0.0"]),
         ("bnb-nf4", "weight.quant_map", lambda t: t * 2, ["other values than nf4"]),
         ("bnb-nf4", "weight.quant_state.bitsandbytes__nf4", lambda t: t[:9], ["no state"]),
-        ("bnb-nf4-nested", "weight.nested_absmax", lambda t: t[:0], ["nested_absmax"]),
+        (
+            "bnb-nf4",
+            "weight.quant_state.bitsandbytes__nf4",
+            lambda t: t[:1].repeat(9000) * 0 + 91,
+            ["no state", "RecursionError"],
+        ),
+        ("bnb-nf4-nested", "weight.nested_absmax", lambda t: t[:0], ["has 0 scales, not 1"]),
+        ("bnb-nf4-nested", "weight.nested_absmax", lambda t: t.repeat(9), ["has 9 scales, not 1"]),
     ],
 )
 def test_tensors(
@@ -130,6 +149,28 @@ def test_tensors(
     message = refusal(tmp_path)
     for word in (f"{layer}.", *words):
         assert word in message
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("nested_blocksize", value) for value in (None, 0, -256, 255, 16, 1 << 40, 256.5, True)),
+        ("nested_blocksize", "256"),
+        ("nested_blocksize", [256]),
+        ("nested_offset", "0"),
+        ("nested_offset", float("nan")),
+        ("nested_offset", 10**400),
+        ("nested_offset", None),
+    ],
+)
+def test_states_of_nested_scales(field: str, value: object, tmp_path: Path) -> None:
+    write_checkpoint(FORMATS["bnb-nf4-nested"], tmp_path)
+    tensors = load_file(tmp_path / SINGLE_FILE)
+    name = f"{LAYER}.weight.quant_state.bitsandbytes__nf4"
+    state = json.loads(bytes(tensors[name].tolist())) | {field: value}
+    tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    save_file(tensors, tmp_path / SINGLE_FILE)
+    assert f"{name} says {field} {value!r}, " in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["fp8-tensor", "gptq", "bnb-nf4"])

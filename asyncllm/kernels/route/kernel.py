@@ -13,6 +13,7 @@ import triton.language as tl
 from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
 from asyncllm.kernels.records import Routed, Routing
 
+LEAST = tl.constexpr(torch.finfo(torch.float32).min)
 SCORES = {"softmax": 0, "sigmoid": 1, "top_softmax": 2}
 
 
@@ -46,6 +47,9 @@ def _route_kernel(
             scores = scores / tl.sum(scores, axis=0)
     # exp(logit - greatest) may be 0 of many, whose logits still differ.
     choice = logits if SCORE == 2 else scores + correction
+    # As in torch, NaN is the greatest: its gate is NaN, too. Any expert is above the padding and
+    # above those that are taken, which comparisons with NaN would not tell.
+    choice = tl.where(choice == choice, tl.maximum(choice, LEAST), float("inf"))
     choice = tl.where(inside, choice, float("-inf"))
     place = tl.arange(0, TOP_K_PADDED)
     ids = tl.zeros((TOP_K_PADDED,), dtype=tl.int32)
