@@ -1,11 +1,12 @@
-"""The process and its machine: cores, memory, cache folder, and short-lived threads."""
+"""The process and its machine: cores, memory, cache folder, and threads beside the loop's."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 CGROUP = Path("/sys/fs/cgroup")
+TURN_PAUSE_S = 1e-4  # wakes whoever waits for the GIL
 QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))  # cgroups v2, v1
 
 
@@ -73,3 +75,16 @@ async def in_own_thread(work: Callable[..., T], *args: Any) -> T:
         raise
     thread.shutdown()  # returns at once, as the work is done
     return result
+
+
+def in_turns(items: Iterable[T], size: int = 1) -> Iterator[T]:
+    """The items, for a thread beside the event loop's: after each `size` of them it pauses.
+
+    A thread that runs many short calls keeps the GIL from the loop for 5 ms at a time: that is
+    Python's interval, and a call that gives the GIL up for microseconds has it back before another
+    thread has woken up. In a pause the loop has it at once.
+    """
+    for number, item in enumerate(items, 1):
+        yield item
+        if number % size == 0:
+            time.sleep(TURN_PAUSE_S)

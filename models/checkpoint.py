@@ -57,7 +57,7 @@ class Checkpoint:
         """The file of a tensor, and the offset of its first byte."""
         file = self._files[name]
         if file not in self._offsets:
-            self._offsets[file] = _read_offsets(file)
+            self._offsets[file] = read_offsets(file)
         return file, self._offsets[file][name]
 
     def read(self, name: str) -> torch.Tensor:
@@ -79,7 +79,7 @@ def _open(file: Path) -> Any:
         raise ModelLoadError(f"{file}: {error}") from error
 
 
-def _read_offsets(file: Path) -> dict[str, int]:
+def read_offsets(file: Path) -> dict[str, int]:
     """Name -> offset of the first byte. The library checks the header, but has no offsets."""
     with file.open("rb") as opened:
         header_bytes = int.from_bytes(opened.read(LENGTH_BYTES), "little")

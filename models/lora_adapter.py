@@ -26,6 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from asyncllm.errors import LoRALoadError
+from asyncllm.host import in_turns
 from asyncllm.lora import WEIGHTS_FILE
 from asyncllm.models.layers.experts_method import ExpertsShape
 from asyncllm.models.layers.lora import LoRALayers
@@ -41,6 +42,7 @@ NAME = re.compile(
 )
 PAIRS = ("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")
 READ_BYTES = 1 << 20
+NAMES_PER_TURN = 64
 WHOLE = ("weight", "base_layer.weight")
 
 
@@ -68,9 +70,9 @@ def read_adapter(
         raise LoRALoadError(f"{file}: {why}")
     config, config_bytes = read_config(folder)
     try:
-        with safe_open(file, framework="pt", device="cpu") as opened:
+        with safe_open(file, framework="pt", device="cpu") as opened, file.open("rb") as content:
             slot.zero_()
-            tensors, places = AdapterTensors(file, opened), layers.places(slot)
+            tensors, places = AdapterTensors(file, opened, content), layers.places(slot)
             reader = _Reader(tensors, config, layers, places, experts_alone)
             rank = reader.fill()
             layers.mark(slot)
@@ -98,7 +100,7 @@ class _Reader:
         if layers.of_experts is not layers:
             self._elsewhere += tuple(_experts_of(layers.of_experts))
         self.modules: dict[str, dict[str, str]] = {}  # module -> kind of a tensor -> its name
-        for name in tensors:
+        for name in in_turns(tensors, NAMES_PER_TURN):
             found = NAME.fullmatch(name)
             if found is None:
                 raise tensors.error(f"tensor {name} is none that is served (lora_A, lora_B)")
@@ -108,7 +110,7 @@ class _Reader:
         """Every tensor to its place. The largest rank."""
         if not self.modules:
             raise self._tensors.error("no tensors")
-        return max([self._fill(module, names) for module, names in self.modules.items()])
+        return max([self._fill(module, names) for module, names in in_turns(self.modules.items())])
 
     def _fill(self, module: str, names: dict[str, str]) -> int:
         """Returns the rank; 0 of what is not low-rank alone."""
@@ -156,9 +158,8 @@ class _Reader:
     ) -> None:
         if place.a is not None:
             b = b if place.rows is None else b[place.rows]
-            factor = gain.unsqueeze(1) if torch.is_tensor(gain) else gain
             place.a[: len(a)] = a[:, place.columns]
-            place.b[:, : len(a)] = b * (1 + factor)
+            place.b[:, : len(a)] = b * (1 + gain.unsqueeze(1)) if torch.is_tensor(gain) else b
 
     def _fill_bias(
         self,
@@ -275,7 +276,7 @@ class _Reader:
         a_each = a.unflatten(0, (num, rank))
         b_each = (b * scale).unflatten(1, (rank, num)).permute(2, 0, 1)  # [experts, out, rank]
         gate, up, down = shape.parts
-        for expert, (mine_a, mine_b) in enumerate(zip(a_each, b_each, strict=True)):
+        for expert, (mine_a, mine_b) in enumerate(in_turns(zip(a_each, b_each, strict=True))):
             names_of = {part: f"{stack}.{expert}.{part}" for part in shape.parts}
             places = {p: self._places[self._as_in_checkpoint(n)] for p, n in names_of.items()}
             if is_down:

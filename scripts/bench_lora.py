@@ -8,7 +8,10 @@
 counts. Cases of one rank run in one engine with 8 slots, or as many as a case needs. The adapters'
 files are the same, but not their slots, so nothing is read once for several. `gap`: the longest
 wait for a token of streams that run, in ms, from the moment another request comes until 0.3 s
-after its answer: without an adapter, and with one that is loaded for it. The last line is JSON.
+after its answer: without an adapter, and with one that is loaded for it. `load_read_gap_ms` is that
+until its files are read, in `read_ms`, so what is longer is copied or launched; `loop_ms` is the
+longest delay of a timer of the event loop, so what is longer waits for the device. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import random
 import tempfile
 import time
@@ -34,6 +38,7 @@ CASES = ["off", "0x16", "1x16", "8x16", "32x16", "8x64"]
 PROMPT_TOKENS = 128
 LEAST_SLOTS = 8
 SETTLING_S = 0.3
+TICK_S = 0.002
 Results = dict[str, dict[str, float]]
 
 
@@ -87,10 +92,11 @@ class Streams:
 
         await asyncio.gather(*map(stream, range(len(self.times))))
 
-    def gaps(self, since: float = 0.0) -> Iterator[float]:
+    def gaps(self, since: float = 0.0, until: float = math.inf) -> Iterator[float]:
+        """Those that end after `since` and begin before `until`."""
         for times in self.times:
             for before, after in itertools.pairwise(times):
-                if after > since:
+                if after > since and before < until:
                     yield after - before
 
 
@@ -109,26 +115,42 @@ async def measure(
     }
 
 
+async def tick(delays: list[float]) -> None:
+    """Note how late the loop calls back, until cancelled."""
+    while True:
+        due = time.perf_counter() + TICK_S
+        await asyncio.sleep(TICK_S)
+        delays.append(time.perf_counter() - due)
+
+
 async def gap_ms(
     engine: AsyncLLMEngine,
     loras: Sequence[LoRARequest],
     args: argparse.Namespace,
     fresh: LoRARequest | None,
-) -> float:
-    """The longest gap of running streams when a request for `fresh` comes, which is not loaded."""
+) -> dict[str, float]:
+    """The longest gaps of running streams when a request for `fresh` comes, which is not loaded."""
     streams = Streams(engine, loras, args.streams - 1)
     running = asyncio.create_task(streams.run(args.gap_tokens, 0))
     while min(map(len, streams.times)) < 5:  # noqa: ASYNC110 (streams that run)
         await asyncio.sleep(0.01)
+    delays: list[float] = []
+    ticking = asyncio.create_task(tick(delays))
     start = time.perf_counter()
     if fresh is not None:
         await engine.add_lora(fresh)
+    is_read = time.perf_counter()
     one = SamplingParams(max_tokens=1, detokenize=False)
     await engine.generate([5] * 16, one, lora_request=fresh)
     await asyncio.sleep(SETTLING_S)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    return round(max(streams.gaps(start)) * 1e3, 2)
+    for task in (running, ticking):
+        task.cancel()
+    await asyncio.gather(running, ticking, return_exceptions=True)
+    found = {"gap_ms": max(streams.gaps(start)), "loop_ms": max(delays)}
+    if fresh is not None:
+        found["read_gap_ms"] = max(streams.gaps(start, is_read))
+        found["read_ms"] = is_read - start
+    return {name: round(seconds * 1e3, 2) for name, seconds in found.items()}
 
 
 async def run_engine(
@@ -160,9 +182,10 @@ async def run_engine(
             print(f"{name:>6} {json.dumps(results[name])}", flush=True)
         if most < 2:
             return {}
-        gaps = {"gap_ms": await gap_ms(engine, loras[1:], args, None)}
+        gaps = await gap_ms(engine, loras[1:], args, None)
         fresh = LoRARequest("fresh", 0, files)  # the one that nobody uses gives up its slot
-        gaps["load_gap_ms"] = await gap_ms(engine, loras[1:], args, fresh)
+        loaded = await gap_ms(engine, loras[1:], args, fresh)
+        gaps |= {f"load_{name}": value for name, value in loaded.items()}
         print(f"{names[-1]:>6} {json.dumps(gaps)}", flush=True)
         return gaps
 

@@ -56,3 +56,11 @@ def test_whoever_begins_threads_asks(cgroup: Path) -> None:
     assert _num_fill_threads() == 2
     (cpu,) = (finding for finding in examine(EngineArgs()) if finding.name == "cpu")
     assert ", 5 cores, " in cpu.value
+
+
+def test_a_pause_after_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = [0]
+    monkeypatch.setattr(host.time, "sleep", lambda seconds: turns.append(0))
+    for _ in host.in_turns(range(5), 2):
+        turns[-1] += 1
+    assert turns == [2, 2, 1]

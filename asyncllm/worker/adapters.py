@@ -2,13 +2,15 @@
 
 Host memory for `num_places` adapters is taken at the start, pinned where the device is CUDA,
 because pinning later would hold up the steps. The engine decides which adapter has which place and
-slot (engine/adapters.py); here bytes are copied. A copy goes in pieces between steps, in their
-order, so that no running stream waits long; a slot that is written is read by no step.
+slot (engine/adapters.py); here bytes are copied. No running stream waits long: files are read by
+one thread, on one core, that often leaves the GIL to the loop, and a copy goes in pieces between
+steps, in their order; a slot that is written is read by no step.
 """
 
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,12 +47,13 @@ class AdapterStore:
         if layers.of_experts is not layers:  # one more place, for adapters of other engines
             self._parts.append((layers.of_experts, _host_memory(layers.of_experts, num_places + 1)))
         self._visiting = asyncio.Lock()
+        self._thread = serial_thread()
 
     def close(self) -> None:
         """Give back the memory of places and slots, although the engine still knows this store."""
         self._parts.clear()
+        self._thread.shutdown()
 
-    @torch.inference_mode()
     def read(self, folder: Path, place: int) -> AdapterInfo:
         """Fill a place from files, in any thread. Blocks for as long as the disk takes.
 
@@ -59,15 +62,19 @@ class AdapterStore:
         answers = []
         if self._group is not None:
             answers = self._group.ask(Kind.READ_ADAPTER, str(folder.resolve()), place)
-        infos = [
-            read_adapter(folder, part, places[place], experts_alone=number > 0)
-            for number, (part, places) in enumerate(self._parts)
-            if place < len(places)
-        ]
+        infos = self._thread.submit(self._read_parts, folder, place).result()
         for answer in answers:
             if error := answer.result():
                 raise LoRALoadError(error)
         return replace(infos[0], rank=max(info.rank for info in infos))
+
+    @torch.inference_mode()
+    def _read_parts(self, folder: Path, place: int) -> list[AdapterInfo]:
+        return [
+            read_adapter(folder, part, places[place], experts_alone=number > 0)
+            for number, (part, places) in enumerate(self._parts)
+            if place < len(places)
+        ]
 
     async def load(self, place: int, slot: int) -> None:
         """Copy a place to a slot, which no launched step reads. Until it is there."""
@@ -107,3 +114,18 @@ def _host_memory(layers: LoRALayers, num_places: int) -> torch.Tensor:
     slots = layers.slots
     shape = num_places, slots.shape[1]
     return torch.zeros(shape, dtype=slots.dtype, pin_memory=slots.is_cuda)
+
+
+def serial_thread() -> ThreadPoolExecutor:
+    """A thread whose torch operations have no other threads. On all cores, they would take them
+    from the loop's thread, in a read as often as there are operations."""
+    num_threads = torch.get_num_threads()
+
+    def begin() -> None:
+        torch.get_num_threads()  # else this thread's first operation sets its number anew
+        torch.set_num_threads(1)  # this thread's, and that of threads to come
+
+    thread = ThreadPoolExecutor(1, "asyncllm-adapter", initializer=begin)
+    thread.submit(int).result()
+    torch.set_num_threads(num_threads)
+    return thread

@@ -25,12 +25,14 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from asyncllm.host import in_turns
 from asyncllm.kernels.records import WholeWeights
 from asyncllm.mesh_config import MeshConfig
 from asyncllm.models.layers.linear_method import LinearShape
 from asyncllm.models.layers.lora_ops import TORCH_LORA, AdapterRows, LoRAOps, LoRAWeights
 from asyncllm.models.layers.lora_places import ALL, Place, WeightPart
 
+LAYERS_PER_TURN = 2  # of a thread that reads an adapter
 ALIGNMENT = 64  # elements: kernels read a slot's matrices in 16 bytes
 
 L = TypeVar("L", bound="AdaptedLayer")
@@ -126,15 +128,15 @@ class LoRALayers:
     def places(self, slot: torch.Tensor) -> dict[str, Place]:
         """In memory that is laid out as one of `slots`: [elements]."""
         found: dict[str, Place] = {}
-        for layer, tensors in zip(self.layers, self._tensors(slot[None]), strict=True):
+        each = zip(self.layers, self._tensors(slot[None]), strict=True)
+        for layer, tensors in in_turns(each, LAYERS_PER_TURN):
             found.update(layer.places([tensor[0] for tensor in tensors]))
         return found
 
     def mark(self, slot: torch.Tensor) -> None:
         """Say in memory as one of `slots`, in which an adapter is, what it has of each layer."""
-        for index, (layer, tensors) in enumerate(
-            zip(self.layers, self._tensors(slot[None]), strict=True)
-        ):
+        each = zip(self.layers, self._tensors(slot[None]), strict=True)
+        for index, (layer, tensors) in enumerate(in_turns(each, LAYERS_PER_TURN)):
             slot[index] = layer.kind(tensors)
 
     @property
