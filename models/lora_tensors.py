@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ PIECE_ROWS = 4096  # of a whole weight at a time: a vocabulary's is a gigabyte
 class AdapterTensors:
     """opened: the file by safetensors, which has checked its header. content: its bytes."""
 
-    def __init__(self, file: Path, opened: Any, content: BinaryIO) -> None:
+    def __init__(self, file: Path, opened: Any, content: BufferedReader) -> None:
         self._file, self._opened, self._content = file, opened, content
         self._offsets = read_offsets(file)
 
