@@ -68,7 +68,7 @@ class AdapterTensors:
         """As many elements of a tensor, from element `first` on. They are finite."""
         tensor = torch.empty(shape, dtype=dtype)
         self._content.seek(self._offsets[name] + first * dtype.itemsize)
-        memory = tensor.view(-1).view(torch.uint8).numpy()
+        memory: Any = tensor.view(-1).view(torch.uint8).numpy()
         if self._content.readinto(memory) < tensor.nbytes:
             raise self.error(f"ends within {name}")
         # NaN is both least and greatest. In a tenth of the time of `isfinite` of all elements.
