@@ -1,6 +1,6 @@
 """The tensors of an adapter's file, each checked as it is read.
 
-They are read and not mapped: to unmap a file holds the GIL, for 2 ms of 84 MB, and a mapped file
+They are read and not mapped: to unmap a file holds the GIL, some 2 ms for 84 MB, and a mapped file
 that somebody shortens ends the process.
 """
 
