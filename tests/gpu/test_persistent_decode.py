@@ -75,10 +75,6 @@ def quantized_twin(plain: DenseDecoder, config: ModelConfig, weights: str) -> De
     """A model in this format; the other's matrices become what its mean."""
     model = build(quantized_config(config, weights))
     fill_twin(model, plain)
-    for linear in [linear for layer in model.layers for linear in layer.linears]:
-        if "offset" in linear.weights:  # random: too large for attention to be smooth
-            linear.weights["scale"].mul_(1 / 16)
-            linear.weights["offset"].mul_(1 / 16)
     copy_meaning(plain, model)
     model.finish_loading()
     return model
