@@ -53,6 +53,12 @@ def taken(asked: wire.AddAdapter) -> wire.Done:
     return wire.Done(asked.number, None)
 
 
+def taken_unless_gone(asked: wire.AddAdapter) -> wire.Done:
+    if asked.adapter.request == ADAPTERS[1]:
+        return wire.Done(asked.number, wire.Error.of(LoRALoadError("/gone: missing")))
+    return taken(asked)
+
+
 @pytest.fixture
 def core(monkeypatch: pytest.MonkeyPatch) -> Callable[[], RemoteCore]:
     monkeypatch.setattr(remote, "EngineProcess", Process)
@@ -60,22 +66,30 @@ def core(monkeypatch: pytest.MonkeyPatch) -> Callable[[], RemoteCore]:
     return lambda: RemoteCore(0, {"enable_lora": True}, {}, cast(Recorder, None))
 
 
+@pytest.fixture
+def end_when_asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From its call on, a process ends when it is asked to add an adapter."""
+    return lambda: monkeypatch.setattr(Process, "answer", staticmethod(lambda _: None))
+
+
+async def started(core: Callable[[], RemoteCore], *adapters: LoRARequest) -> RemoteCore:
+    engine = core()
+    await engine.start(None)
+    for each in adapters:
+        await engine.lora.add(each)
+    return engine
+
+
 def test_an_adapter_whose_files_are_gone_is_forgotten(
     core: Callable[[], RemoteCore],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def answer(asked: wire.AddAdapter) -> wire.Done:
-        gone = LoRALoadError("/gone: missing") if asked.adapter.request == ADAPTERS[1] else None
-        return wire.Done(asked.number, None if gone is None else wire.Error.of(gone))
-
     async def main() -> None:
-        engine = core()
-        await engine.start(None)
+        engine = await started(core, *ADAPTERS)
         for each in ADAPTERS:
-            await engine.lora.add(each)
             engine.lora.pin(each.lora_name)
-        monkeypatch.setattr(Process, "answer", staticmethod(answer))
+        monkeypatch.setattr(Process, "answer", staticmethod(taken_unless_gone))
         await engine.start(None)
         assert engine.lora.requests == ADAPTERS[:1]
         assert "adapter gone is not loaded again: /gone: missing" in caplog.text
@@ -84,15 +98,13 @@ def test_an_adapter_whose_files_are_gone_is_forgotten(
 
 
 def test_a_process_that_is_lost_while_it_reads_adapters_again(
-    core: Callable[[], RemoteCore], monkeypatch: pytest.MonkeyPatch
+    core: Callable[[], RemoteCore], end_when_asked: Callable[[], None]
 ) -> None:
     """Its start fails, and forgets none: it is not told of by whoever watches it later."""
 
     async def main() -> None:
-        engine = core()
-        await engine.start(None)
-        await engine.lora.add(ADAPTERS[0])
-        monkeypatch.setattr(Process, "answer", staticmethod(lambda _: None))
+        engine = await started(core, ADAPTERS[0])
+        end_when_asked()
         with pytest.raises(EngineDeadError, match="engine 0: it ended"):
             await engine.start(None)
         assert engine.lora.requests == ADAPTERS[:1]
@@ -108,8 +120,7 @@ def test_adapters_of_an_engine_that_is_down_are_loaded_when_it_is_up(
     monkeypatch.setattr(Process, "sent", sent, raising=False)
 
     async def main() -> None:
-        engine = core()
-        await engine.start(None)
+        engine = await started(core)
         engine.serve()
         await engine.lora.add(ADAPTERS[1])
         engine.lose("it ended")
@@ -129,13 +140,12 @@ def test_adapters_of_an_engine_that_is_down_are_loaded_when_it_is_up(
 
 
 def test_an_engine_that_is_lost_before_it_answers_is_down_as_well(
-    core: Callable[[], RemoteCore], monkeypatch: pytest.MonkeyPatch
+    core: Callable[[], RemoteCore], end_when_asked: Callable[[], None]
 ) -> None:
     async def main() -> None:
-        engine = core()
-        await engine.start(None)
+        engine = await started(core)
         engine.serve()
-        monkeypatch.setattr(Process, "answer", staticmethod(lambda _: None))
+        end_when_asked()
         adding = asyncio.create_task(engine.lora.add(ADAPTERS[0]))
         await asyncio.sleep(0)
         engine.lose("it ended")
@@ -146,14 +156,12 @@ def test_an_engine_that_is_lost_before_it_answers_is_down_as_well(
 
 
 def test_a_start_that_fails_leaves_nobody_waiting(
-    core: Callable[[], RemoteCore], monkeypatch: pytest.MonkeyPatch
+    core: Callable[[], RemoteCore], end_when_asked: Callable[[], None]
 ) -> None:
     async def main() -> None:
-        engine = core()
-        await engine.start(None)
-        await engine.lora.add(ADAPTERS[0])
+        engine = await started(core, ADAPTERS[0])
         engine.lose("it ended")
-        monkeypatch.setattr(Process, "answer", staticmethod(lambda _: None))
+        end_when_asked()
         start = asyncio.create_task(engine.start(None))
         await asyncio.sleep(0)
         adding = asyncio.create_task(engine.lora.add(ADAPTERS[1]))
@@ -169,14 +177,9 @@ def test_the_engines_that_are_up_say_what_is_wrong_with_an_adapter(
     core: Callable[[], RemoteCore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not the first one, which is down: it has an adapter once it is up, and none that is bad."""
-    bad = LoRALoadError("/gone: missing")
-
-    def answer(asked: wire.AddAdapter) -> wire.Done:
-        is_bad = asked.adapter.request == ADAPTERS[1]
-        return wire.Done(asked.number, wire.Error.of(bad) if is_bad else None)
 
     async def main() -> None:
-        monkeypatch.setattr(Process, "answer", staticmethod(answer))
+        monkeypatch.setattr(Process, "answer", staticmethod(taken_unless_gone))
         engines = [core(), core()]
         for each in engines:
             await each.start(None)
