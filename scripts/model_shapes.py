@@ -252,6 +252,7 @@ CASES |= {
         "int8-kv8": {"quantization": "int8"} | _FP8_KV,
         "int4-kv8": {"quantization": "int4"} | _FP8_KV,
         "transformers": {"model_impl": "transformers"},
+        "lora": {"enable_lora": True, "max_loras": 8, "max_lora_rank": 16},
     }.items()
 }
 

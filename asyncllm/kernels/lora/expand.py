@@ -47,11 +47,14 @@ def _load_shrunk(
     rank = tl.arange(0, RANK)[None, None, :]
     if PIECES == 0:
         offset = row.to(tl.int64) * stride + ((slot - 1) * PARTS + part) * RANK
-        return tl.load(shrunk_ptr + offset[None, :, None] + rank, is_own[None, :, None], other=0.0)
-    piece = tl.arange(0, triton.next_power_of_2(PIECES))[:, None, None]
-    offset = ((place.to(tl.int64) * PARTS + part) * RANK)[None, :, None]
-    shrunk_ptr += piece * stride + offset + rank
-    return tl.load(shrunk_ptr, (piece < PIECES) & is_own[None, :, None], other=0.0)
+        shrunk_ptr += offset[None, :, None] + rank
+        is_there = is_own[None, :, None]
+    else:
+        piece = tl.arange(0, triton.next_power_of_2(PIECES))[:, None, None]
+        offset = ((place.to(tl.int64) * PARTS + part) * RANK)[None, :, None]
+        shrunk_ptr += piece * stride + offset + rank
+        is_there = (piece < PIECES) & is_own[None, :, None]
+    return tl.load(shrunk_ptr, is_there, other=0.0)
 
 
 @triton.jit
