@@ -26,7 +26,7 @@ from asyncllm.kernels.records import AdapterRows, LoRAWeights
 
 EXPAND_COLUMNS = 128  # of the product, to a program
 GATED_COLUMNS = 128  # of each of its halves
-EXPAND_WARPS = 8  # with four Triton needs two to three times as many barriers
+EXPAND_WARPS = 4
 LINE = tl.constexpr(64)  # numbers of 16 bits in 128 bytes
 
 
