@@ -159,9 +159,10 @@ async def _profile(load: Load, name: str, rows: int, prompt: int = 16) -> None:
         "kernels a token (with the prompts')"
     )
     for kernel, total in us.most_common(NUM_KERNELS):
+        count = calls[kernel]
         print(
-            f"       {total / PROFILED_TOKENS:8.1f} us {calls[kernel] / PROFILED_TOKENS:7.1f} calls "
-            f"{total / calls[kernel]:7.2f} us each  {kernel[:80]}",
+            f"       {total / PROFILED_TOKENS:8.1f} us {count / PROFILED_TOKENS:7.1f} calls "
+            f"{total / count:7.2f} us each  {kernel[:80]}",
             flush=True,
         )
 
