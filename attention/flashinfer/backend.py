@@ -26,7 +26,7 @@ from asyncllm.attention.base import (
     Rotation,
 )
 from asyncllm.attention.flashinfer import api
-from asyncllm.attention.flashinfer.prefill import PrefillPlan, prefill_backend
+from asyncllm.attention.flashinfer.prefill import PrefillPlan, prefill_backend, split_bytes
 from asyncllm.attention.flashinfer.whole_steps import FlashInferSteps
 from asyncllm.attention.kv_cache import KVCache
 from asyncllm.attention.layer_kinds import LayerKinds
@@ -37,7 +37,6 @@ from asyncllm.kernels.declaration import num_sms
 from asyncllm.kernels.paged_decode.kernel import paged_decode
 from asyncllm.kernels.rope_kv_write.kernel import rotate_and_write
 
-WORKSPACE_BYTES = 128 << 20
 PREFILL_HEAD_DIMS = (64, 128, 256)
 NUM_PLANS = 2  # one of the running step, one of the step launched ahead
 
@@ -53,8 +52,10 @@ class FlashInferAttention(AttentionBackend):
         super().__init__(cache)
         self._kinds = LayerKinds(layers, cache.group_of)
         device = cache.layers[0].device
-        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._num_sms = num_sms(device)
+        capability = torch.cuda.get_device_capability(device)
+        num_bytes = split_bytes(self._kinds.layers, capability, self._num_sms, cache.is_fp8)
+        self._workspace = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         # By kind; each waits for the compiler at its first call.
         self._balanced = [self._begin_balanced(layer) for layer in self._kinds.layers]
         plans = [PrefillPlan(self._kinds, cache, self._workspace, dtype) for _ in range(NUM_PLANS)]

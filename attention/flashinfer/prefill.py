@@ -12,7 +12,7 @@ that the wrapper would pass, if it has the tested version (api.py); else the wra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,8 @@ from asyncllm.attention.layer_kinds import LayerKinds
 from asyncllm.attention.uploaded_rows import RowsUpload, RowTensors
 
 WORKSPACE_BYTES = 8 << 20  # for a plan, as in the wrapper
+LEAST_SPLIT_BYTES = 128 << 20  # for results of split KV, as FlashInfer's documents advise
+SPLIT_ALIGNMENT = 16  # of each of the two allocations
 MASK_CAUSAL = 1  # flashinfer.utils.MaskMode
 LAYOUT_NHD = 0  # flashinfer.utils.TensorLayout
 LN_2 = math.log(2)
@@ -232,6 +234,24 @@ def prefill_backend(
     is_plain = layer.window is None and layer.soft_cap is None and layer.slopes is None
     is_common = is_plain and layer.head_dim <= MOST_FA3_HEAD_DIM and not is_fp8
     return "fa3" if capability[0] == 9 and is_common else "fa2"
+
+
+def split_bytes(
+    layers: Sequence[AttentionLayer], capability: tuple[int, int], num_sms: int, is_fp8: bool
+) -> int:
+    """Bytes of workspace that suffice for prefills of any of `layers` with split KV.
+
+    The source is FlashInfer's PrefillPlan (scheduler.cuh): FA2 splits KV into at most as many tiles
+    as two blocks per SM take at once, and keeps each one's output and log-sum-exp in float32.
+    """
+    num_bytes = LEAST_SPLIT_BYTES
+    for layer in layers:
+        if prefill_backend(capability, layer, is_fp8) == "fa2":
+            num_tiles = 2 * num_sms // layer.num_kv_heads
+            tile_rows = 128 if layer.head_dim < 256 else 64  # at most: FA2DetermineCtaTileQ
+            rows = layer.num_heads * num_tiles * tile_rows
+            num_bytes = max(num_bytes, rows * (layer.head_dim + 1) * 4 + 2 * SPLIT_ALIGNMENT)
+    return num_bytes
 
 
 def _backend(layer: AttentionLayer, device: torch.device, is_fp8: bool) -> str:

@@ -108,6 +108,37 @@ def test_large_heads_are_prefilled_by_fa2(
     assert import_ours("prefill").prefill_backend((9, 0), layer) == expected
 
 
+HOPPER, AMPERE, LEAST = (9, 0), (8, 0), 128 << 20
+
+
+@pytest.mark.parametrize(
+    ("heads", "capability", "num_sms", "is_fp8", "expected"),
+    [  # query heads, KV heads, head_dim, window; of FA2: its tiles' outputs, and log-sum-exps
+        ((16, 2, 256, None), HOPPER, 132, False, 138_412_032 + 540_672 + 32),  # Qwen3-Next
+        ((8, 4, 256, 1024), HOPPER, 132, False, LEAST),
+        ((64, 8, 128, None), HOPPER, 132, False, LEAST),  # by FA3
+        ((64, 8, 128, None), HOPPER, 132, True, 138_412_032 + 1_081_344 + 32),
+        ((64, 8, 128, 4096), HOPPER, 132, False, 138_412_032 + 1_081_344 + 32),
+        ((64, 8, 128, None), AMPERE, 108, False, LEAST),
+        ((128, 8, 128, None), AMPERE, 108, False, 226_492_416 + 1_769_472 + 32),
+    ],
+)
+def test_the_workspace_holds_the_most_tiles_that_fa2_splits_kv_into(
+    heads: tuple[int, int, int, int | None],
+    capability: tuple[int, int],
+    num_sms: int,
+    is_fp8: bool,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    FakeFlashInfer(monkeypatch)
+    split_bytes = import_ours("prefill").split_bytes
+    layer = AttentionLayer(0, *heads[:3], 0.125, heads[3])
+    assert split_bytes([layer], capability, num_sms, is_fp8) == expected
+    small = AttentionLayer(1, 2, 2, 64, 0.125, 30)
+    assert split_bytes([small, layer, small], capability, num_sms, is_fp8) == expected
+
+
 def test_a_compilation_is_announced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -183,6 +183,29 @@ def test_heads_of_models(name: str) -> None:
         assert error_of(outs[1][2:], outs[0][2:]) < TOLERANCE, each
 
 
+# By FA2, whose tiles of split KV need more than 128 MiB of workspace on 132 SMs.
+LARGE_SPLITS = {"qwen3-next": (16, 2, 256, None), "groups of 8, a window": (32, 4, 128, 4000)}
+
+
+@pytest.mark.parametrize("name", LARGE_SPLITS)
+def test_a_short_prompt_on_a_long_prefix(name: str) -> None:
+    """40 tokens after 4,000 old ones: their KV is split into nearly as many tiles as can be."""
+    from asyncllm.attention.flashinfer.backend import FlashInferAttention
+
+    heads, kv_heads, dim, window = LARGE_SPLITS[name]
+    layer = AttentionLayer(0, heads, kv_heads, dim, dim**-0.5, window)
+    cache = KVCache(CacheLayout([layer], 16, BF16), 300, CUDA)
+    cache.layers[0][1:].normal_()
+    pages = (1 + torch.randperm(299)[:253]).int()
+    arrays = (np.array(values, np.int32) for values in ([0, 40], [4040], [0, 253]))
+    prefills = PrefillRows(*arrays, pages[None].numpy())
+    q = random(40, heads, dim)
+    ours, expected = torch.zeros_like(q), torch.zeros_like(q)
+    TorchAttention(cache).bind_prefills(prefills, q, expected)(layer)
+    FlashInferAttention(cache, [layer]).bind_prefills(prefills, q, ours)(layer)
+    assert error_of(ours, expected) < TOLERANCE
+
+
 def test_groups_of_layers_have_tables_of_their_own() -> None:
     """Full attention beside windows, whose tables have the padding page behind them."""
     from asyncllm.attention.flashinfer.backend import FlashInferAttention
