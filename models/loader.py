@@ -29,6 +29,8 @@ INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torc
 PLAIN_FLOATS = frozenset(FLOATS.values())
 DTYPES = {**FLOATS, **INTEGERS, "F8_E4M3": torch.float8_e4m3fn}
 STREAMED_DEVICES = ("cuda",)
+# Ends of names, the latter two of stacked experts. What else is made of a file are scales.
+WEIGHTS = ".weight", ".bias", "_proj", "_proj_bias"
 DUMMY_STD = 0.02
 DUMMY_EXPONENTS = 118, 122  # exponents of numbers of about this size
 DELAY_S = 2.0
@@ -194,6 +196,6 @@ def _dummy_file(load: Load, generator: torch.Generator) -> torch.Tensor:
             least, above = DUMMY_EXPONENTS
         return torch.randint(least, above, shape, dtype=dtype, device=device, generator=generator)
     values = torch.empty(shape, device=device).normal_(0.0, DUMMY_STD, generator=generator)
-    if load.name.endswith(".weight"):
+    if load.name.endswith(WEIGHTS):
         return (values if dtype in PLAIN_FLOATS else values / DUMMY_STD).to(dtype)
     return values.abs_().add_(DUMMY_STD).to(dtype)  # scales

@@ -9,9 +9,10 @@ from safetensors.torch import load_file, save_file
 from asyncllm.config import EngineArgs
 from asyncllm.errors import ModelLoadError
 from asyncllm.models import loader
+from asyncllm.models.base import Load
 from asyncllm.models.checkpoint import INDEX_FILE, SINGLE_FILE
 from asyncllm.models.layers.torch_ops import TorchOps
-from asyncllm.models.loader import load_weights
+from asyncllm.models.loader import _fill_dummy, load_weights
 from asyncllm.models.parallel.mesh import ALONE
 from asyncllm.worker import model_loading
 from tests.models.quantized_files import FORMATS, write_checkpoint
@@ -224,6 +225,17 @@ def test_dummy_weights(tmp_path, dtype):
             assert not torch.equal(tensor, other[name]), name
             assert tensor.float().abs().max() < 0.2, name
     assert 0.015 < first["model.embed_tokens.weight"].float().std() < 0.025
+
+
+@pytest.mark.parametrize(
+    "name", ["down_proj.weight", "experts.down_proj", "experts.down_proj_bias"]
+)
+def test_dummy_weights_that_are_transformed_have_both_signs(name):
+    """With one sign, all of gpt-oss's answers were the same."""
+    view = torch.empty(100, 100)
+    load = Load(name, view, transform=lambda tensor: tensor.T)
+    _fill_dummy([load], seed=0)
+    assert view.mean().abs() < 0.001 and 0.015 < view.std() < 0.025
 
 
 @pytest.mark.parametrize("name", FORMATS)
