@@ -3,6 +3,7 @@
 A program multiplies rows of one expert by some of its features. Which rows are an expert's is known
 on the device alone, and shapes depend on the number of tokens, so calls can be captured.
 
+    one or two   each token's experts one by one (rows.py)
     few tokens   a row for each token; a program looks for its expert among the tokens' and leaves
                  where there is none. Only the weights of experts that are taken are read, once.
     more         two small kernels sort the rows by expert, each expert's padded to whole blocks
@@ -17,12 +18,14 @@ import torch
 import triton
 import triton.language as tl
 
+from asyncllm.kernels.experts.rows import multiply_rows
 from asyncllm.kernels.experts.sort import sort_by_expert
 from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
 from asyncllm.kernels.quant_gemm.matrix import Quantized, block_of, is_fast, plain_matrix
 from asyncllm.kernels.quant_gemm.product import ACTIVATIONS, Tiles, activate, multiply
 from asyncllm.kernels.records import Activation, ExpertWeights, Normed, Routed
 
+MOST_SINGLE = 2  # tokens
 FEW_TOKENS = 64  # a block of rows holds them all
 MIN_ROWS = 16  # that a product of Triton's has
 SUM_COLUMNS = 1024
@@ -195,6 +198,12 @@ def experts_of(
     their rows. Of sorted rows both products have tiles of equally many."""
     num_tokens, hidden = x.values.shape
     size, top_k = down.columns, routed.ids.shape[1]
+    gated = x.values.new_empty((num_tokens * top_k, size))
+    parts = x.values.new_empty((num_tokens * top_k, hidden))
+    if num_tokens <= MOST_SINGLE:
+        multiply_rows(x, gate_up, routed, gated, activation)
+        multiply_rows(Normed(gated), down, routed, parts, None)
+        return _sum(parts, x.values)
     gate_up_tiles = choose_tiles(num_tokens, top_k, num_experts, gated=True)
     down_tiles = choose_tiles(num_tokens, top_k, num_experts, gated=False)
     ids, gates = routed.ids, routed.gates
@@ -206,8 +215,6 @@ def experts_of(
         num_candidates = len(order) // gate_up_tiles.rows
     else:
         num_candidates = min(ids.numel(), num_experts)
-    gated = x.values.new_empty((ids.numel(), size))
-    parts = x.values.new_empty((ids.numel(), hidden))
     products = (
         (x, gate_up, gated, gate_up_tiles),
         (Normed(gated), down, parts, down_tiles),
@@ -231,10 +238,17 @@ def experts_of(
             ROWS=tiles.rows, TILE=tiles.features, BLOCK=block_of(matrix, tiles.block),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, **flags,
         )  # fmt: skip
-    out = torch.empty_like(x.values)
+    return _sum(parts, x.values)
+
+
+def _sum(parts: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Over each token's assignments: [tokens, hidden], a new tensor as `like`."""
+    num_tokens, hidden = like.shape
+    out = torch.empty_like(like)
     _sum_kernel[(num_tokens, triton.cdiv(hidden, SUM_COLUMNS))](
-        parts, out, SIZE=hidden, TOP_K=top_k, BLOCK=SUM_COLUMNS, num_warps=4, **flags
-    )
+        parts, out, SIZE=hidden, TOP_K=len(parts) // num_tokens, BLOCK=SUM_COLUMNS, num_warps=4,
+        **launch_flags(out.device),
+    )  # fmt: skip
     return out
 
 

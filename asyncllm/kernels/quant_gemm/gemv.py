@@ -1,7 +1,8 @@
 """One row times a quantised matrix, with what comes before and after it, as kernels/gemv has it.
 
 Codes of four bits become numbers by their bits: those of int4 are the mantissa of 16 + code, and
-24 times the sum of the inputs is taken off again.
+24 times the sum of the inputs is taken off again. Experts of few tokens are summed by the same loop
+(kernels/experts/rows.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import triton.language as tl
 from asyncllm.kernels.gemv.kernel import finish_row
 from asyncllm.kernels.gemv.tiles import Tiles
 from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
-from asyncllm.kernels.quant_gemm.matrix import Quantized
+from asyncllm.kernels.quant_gemm.matrix import Quantized, is_fast
+from asyncllm.kernels.quant_gemm.product import fast_codes
 from asyncllm.kernels.records import Norm, Normed
 
 
@@ -32,7 +34,7 @@ def _value(words, plane: tl.constexpr, table_ptr, FORMAT: tl.constexpr):
 def _multiply_words(
     words, x_ptr, scale_ptr, offset_ptr, table_ptr, row, chunk, has_chunk, in_rows,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, OFFSET: tl.constexpr,
-    E8M0: tl.constexpr,
+    E8M0: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """[FEATURES, CHUNKS, 16] words times their inputs, by their scales where there are groups."""
     chunks: tl.constexpr = (WIDTH + 127) // 128
@@ -41,6 +43,7 @@ def _multiply_words(
     planes: tl.constexpr = GROUP // 16 if is_small else 8
     lane = tl.arange(0, 16)[None, None, :]
     total = tl.zeros(words.shape, tl.float32)
+    codes = fast_codes(words, FORMAT) if FAST and FORMAT == 3 else words
     exponents = tl.zeros_like(row * chunk)
     if E8M0:
         exponents = tl.load(scale_ptr + row * chunks + chunk, in_rows & has_chunk, other=0)
@@ -50,7 +53,10 @@ def _multiply_words(
         for plane in tl.static_range(start, start + planes):
             column = chunk * 128 + plane * 16 + lane
             x = tl.load(x_ptr + column, column < WIDTH, other=0.0).to(tl.float32)
-            part += _value(words, plane, table_ptr, FORMAT) * x
+            if FAST and FORMAT == 3:
+                part += codes[plane].to(tl.float32) * x
+            else:
+                part += _value(words, plane, table_ptr, FORMAT) * x
             sums += x
         if FORMAT == 2:
             part -= 24.0 * sums
@@ -89,58 +95,51 @@ def _multiply_bytes(
 
 
 @triton.jit
-def _row_kernel(
-    x_ptr, squares_ptr, weight_ptr, scale_ptr, offset_ptr, table_ptr, bias_ptr, next_norm_ptr,
-    out_ptr, scaled_ptr, next_squares_ptr, out_features, num_squares, eps,
-    WIDTH: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, OFFSET: tl.constexpr,
-    E8M0: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ADD: tl.constexpr, SQUARES: tl.constexpr, PDL: tl.constexpr,
+def places_of_rows(
+    weight_ptr, row, in_rows, WIDTH: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A tile is [FEATURES, BLOCK / LANES, LANES] words of four bits or bytes; LANES are 16 words of
-    a chunk, or one byte. The rest is as in kernels/gemv."""
+    """Where the weights of rows [FEATURES, 1, 1] begin, and the first BLOCK of them, a tile
+    [FEATURES, BLOCK / LANES, LANES] of words of four bits or bytes; LANES are 16 words of a chunk,
+    or one byte."""
     LANES: tl.constexpr = 16 if FORMAT >= 2 else 1
     STORED: tl.constexpr = (WIDTH + 127) // 128 * 16 if FORMAT >= 2 else WIDTH
-    feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
-    inside = feature < out_features
-    row = feature.to(tl.int64)[:, None, None]
-    in_rows = inside[:, None, None]
     TILE_ROWS: tl.constexpr = 8 if FORMAT >= 2 else 1
     part = tl.arange(0, BLOCK // LANES)[None, :, None]
     lane = tl.arange(0, LANES)[None, None, :]
-    at = part * LANES + lane
-    up_row = row + out_features
     tiles = part * (LANES * TILE_ROWS) + lane
     place = row // TILE_ROWS * (STORED * TILE_ROWS) + row % TILE_ROWS * LANES + tiles
-    up_place = up_row // TILE_ROWS * (STORED * TILE_ROWS) + up_row % TILE_ROWS * LANES + tiles
-    mask = in_rows & (at < STORED)
-    weight = tl.load(weight_ptr + place, mask, other=0.0)
-    up_weight = weight
-    if GATED:
-        up_weight = tl.load(weight_ptr + up_place, mask, other=0.0)
-    if PDL:
-        start_next()
-        after = wait_previous()
-        x_ptr += after
-        out_ptr += after
-        if SQUARES > 0:
-            squares_ptr += after
-        if ADD:
-            scaled_ptr += after
-            next_squares_ptr += after
-    total = tl.zeros((FEATURES, BLOCK // LANES, LANES), tl.float32)
-    up_total = tl.zeros((FEATURES, BLOCK // LANES, LANES), tl.float32)
+    weight = tl.load(weight_ptr + place, in_rows & (part * LANES + lane < STORED), other=0.0)
+    return place, weight
+
+
+@triton.jit
+def sums_of_rows(
+    weight, up_weight, place, up_place, row, up_row, in_rows,
+    x_ptr, weight_ptr, scale_ptr, offset_ptr, table_ptr,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, OFFSET: tl.constexpr,
+    E8M0: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """x times each row, and, GATED, times each `up_row`: [FEATURES]. weight, place: as
+    `places_of_rows` returns them."""
+    LANES: tl.constexpr = 16 if FORMAT >= 2 else 1
+    STORED: tl.constexpr = (WIDTH + 127) // 128 * 16 if FORMAT >= 2 else WIDTH
+    TILE_ROWS: tl.constexpr = 8 if FORMAT >= 2 else 1
+    part = tl.arange(0, BLOCK // LANES)[None, :, None]
+    at = part * LANES + tl.arange(0, LANES)[None, None, :]
+    total = tl.zeros(weight.shape, tl.float32)
+    up_total = tl.zeros(weight.shape, tl.float32)
     for start in tl.static_range(0, STORED, BLOCK):
         number = start // LANES + part
         if FORMAT >= 2:
             has_chunk = number * 16 < STORED
             total += _multiply_words(
                 weight, x_ptr, scale_ptr, offset_ptr, table_ptr, row, number, has_chunk, in_rows,
-                WIDTH, GROUP, FORMAT, OFFSET, E8M0,
+                WIDTH, GROUP, FORMAT, OFFSET, E8M0, FAST,
             )  # fmt: skip
             if GATED:
                 up_total += _multiply_words(
                     up_weight, x_ptr, scale_ptr, offset_ptr, table_ptr, up_row, number, has_chunk,
-                    in_rows, WIDTH, GROUP, FORMAT, OFFSET, E8M0,
+                    in_rows, WIDTH, GROUP, FORMAT, OFFSET, E8M0, FAST,
                 )  # fmt: skip
         else:
             total += _multiply_bytes(
@@ -157,9 +156,43 @@ def _row_kernel(
             weight = tl.load(weight_ptr + place + ahead, mask, other=0.0)
             if GATED:
                 up_weight = tl.load(weight_ptr + up_place + ahead, mask, other=0.0)
+    return tl.sum(tl.sum(total, axis=2), axis=1), tl.sum(tl.sum(up_total, axis=2), axis=1)
 
-    result = tl.sum(tl.sum(total, axis=2), axis=1)
-    up_result = tl.sum(tl.sum(up_total, axis=2), axis=1)
+
+@triton.jit
+def _row_kernel(
+    x_ptr, squares_ptr, weight_ptr, scale_ptr, offset_ptr, table_ptr, bias_ptr, next_norm_ptr,
+    out_ptr, scaled_ptr, next_squares_ptr, out_features, num_squares, eps,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, OFFSET: tl.constexpr,
+    E8M0: tl.constexpr, FAST: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr,
+    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, ADD: tl.constexpr, SQUARES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """As in kernels/gemv, but for how the weights are stored."""
+    feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    inside = feature < out_features
+    row = feature.to(tl.int64)[:, None, None]
+    in_rows = inside[:, None, None]
+    up_row = row + out_features
+    place, weight = places_of_rows(weight_ptr, row, in_rows, WIDTH, FORMAT, BLOCK)
+    up_place, up_weight = place, weight
+    if GATED:
+        up_place, up_weight = places_of_rows(weight_ptr, up_row, in_rows, WIDTH, FORMAT, BLOCK)
+    if PDL:
+        start_next()
+        after = wait_previous()
+        x_ptr += after
+        out_ptr += after
+        if SQUARES > 0:
+            squares_ptr += after
+        if ADD:
+            scaled_ptr += after
+            next_squares_ptr += after
+    result, up_result = sums_of_rows(
+        weight, up_weight, place, up_place, row, up_row, in_rows,
+        x_ptr, weight_ptr, scale_ptr, offset_ptr, table_ptr,
+        WIDTH, GROUP, FORMAT, OFFSET, E8M0, FAST, BLOCK, GATED,
+    )  # fmt: skip
     if GROUP == 0:
         result *= tl.load(scale_ptr + feature, inside, other=0.0).to(tl.float32)
         if GATED:
@@ -214,8 +247,9 @@ def _launch(
         norm.weight if norm is not None else None, out, scaled, squares,
         out.shape[1], num_squares, x.eps,
         WIDTH=matrix.columns, GROUP=matrix.group or 0, FORMAT=matrix.format,
-        OFFSET=matrix.offset is not None, E8M0=matrix.is_e8m0, FEATURES=tiles.features,
-        BLOCK=tiles.block, GATED=gated, HAS_BIAS=matrix.bias is not None, ADD=norm is not None,
+        OFFSET=matrix.offset is not None, E8M0=matrix.is_e8m0, FAST=is_fast(x.values, matrix),
+        FEATURES=tiles.features, BLOCK=tiles.block, GATED=gated,
+        HAS_BIAS=matrix.bias is not None, ADD=norm is not None,
         SQUARES=triton.next_power_of_2(num_squares) if num_squares else 0,
         num_warps=tiles.num_warps, **launch_flags(out.device),
     )  # fmt: skip

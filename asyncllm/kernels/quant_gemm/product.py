@@ -3,7 +3,7 @@
 The matrix is [features, WIDTH], in 16 bits, as bytes, or as words of eight codes of four bits
 (words.py).
 Codes are multiplied as they are, exactly, and the sum over a group of columns by its scale. In
-bfloat16 codes become numbers by a few operations on two at a time (`_fast_codes`), else by
+bfloat16 codes become numbers by a few operations on two at a time (`fast_codes`), else by
 arithmetic or a table.
 """
 
@@ -65,7 +65,7 @@ _CONSTRAINTS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 2))
 
 
 @triton.jit
-def _fast_codes(words, FORMAT: tl.constexpr):
+def fast_codes(words, FORMAT: tl.constexpr):
     """int32 words -> the eight codes of each as bfloat16 numbers."""
     asm: tl.constexpr = _INT4_ASM if FORMAT == 2 else _FP4_ASM
     return tl.inline_asm_elementwise(
@@ -108,7 +108,7 @@ def _add_words(
     tiles = feature // 8 * (chunks * 128) + feature % 8 * 16
     at = tiles[None, :] + number * 128 + word[:, None]
     words = tl.load(weight_ptr + at, inside[None, :], other=0)
-    codes = _fast_codes(words, FORMAT) if FAST else _codes(words, table_ptr, FORMAT, dtype)
+    codes = fast_codes(words, FORMAT) if FAST else _codes(words, table_ptr, FORMAT, dtype)
     num_groups: tl.constexpr = (WIDTH + GROUP - 1) // GROUP if GROUP > 0 else 1
     is_small: tl.constexpr = GROUP > 0 and GROUP < 128
     planes: tl.constexpr = GROUP // 16 if is_small else 8  # codes of a word that share a scale
