@@ -9,8 +9,8 @@ Four products a layer, of the 8B's shapes by default, with the norms and SwiGLU 
 attention. `alone`: what comes on top of the products, one after the other without them. `base`,
 `with`: a layer's products without adapters and with them, where both hide behind each other what
 they can; `more` is their difference, which a step pays for each layer. Each of the layers has
-adapters of its own, as an L2 cache would else hold them. Rows have the adapters in turn. The last
-line is JSON.
+adapters of its own, as an L2 cache would else hold them, but for an `a` behind a base's weight.
+Rows have the adapters in turn. `--most-behind 0`: no `a` lies there. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncllm.graphs.pool import GraphPool
+from asyncllm.models.layers import lora as lora_module
 from asyncllm.models.layers.build import Build
 from asyncllm.models.layers.linear import Linear
 from asyncllm.models.layers.linear_method import UnquantizedLinearMethod
@@ -86,7 +87,10 @@ class Layers:
         few = self.layers[:2]
         for index, layer in enumerate(self.layers):
             for linear_, source in zip(layer.linears, few[index % 2].linears, strict=True):
-                linear_.weights = source.weights
+                mine, its = linear_._lora, source._lora
+                assert mine is not None and its is not None
+                linear_.weights, mine.behind = source.weights, its.behind
+                linear_._adapted_weights = source._adapted_weights
         for layer in few:
             for linear_ in layer.linears:
                 linear_.weights["weight"].normal_(std=0.01)
@@ -102,6 +106,8 @@ class Layers:
                 lora.weights.bias.zero_()
                 lora.weights.gain.zero_()
         self.lora.slots[1:, : len(self.lora.layers)] = 1
+        for slot in range(1, len(self.lora.slots)):
+            self.lora.copy_behind(slot)
 
     def inputs(self, num_rows: int) -> dict[int, torch.Tensor]:
         """By their sizes."""
@@ -133,7 +139,8 @@ class Layers:
         products: dict[int, torch.Tensor] = {}
         for lora in self.adapters(self.layers[0]):
             size = lora.weights.b.shape[1]
-            products[size] = torch.zeros(num_rows, size, dtype=like.dtype, device=device)
+            more = 0 if lora.behind is None else lora.behind.flatten(0, 1).shape[0]
+            products[size] = torch.zeros(num_rows, size + more, dtype=like.dtype, device=device)
 
         def run() -> None:
             self.lora.select(slots)
@@ -233,6 +240,7 @@ def constants(variant: str) -> Iterator[None]:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda")
+    lora_module.MOST_BEHIND = args.most_behind
     sizes = Sizes(args.hidden, args.kv, args.intermediate)
     ops = select_ops(device, torch.bfloat16, args.rows)
     layers = Layers(sizes, args.layers, max(args.adapters), args.rank, device, ops)
@@ -252,6 +260,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--kv", type=int, default=1024)
     parser.add_argument("--intermediate", type=int, default=14336)
+    parser.add_argument("--most-behind", type=float, default=lora_module.MOST_BEHIND)
     parser.add_argument("--variants", nargs="+", default=[], metavar="NAME=VALUE,...")
     args = parser.parse_args()
     print(json.dumps(run(args)))

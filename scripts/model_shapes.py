@@ -239,7 +239,7 @@ class Case(NamedTuple):
     args: dict[str, Any]
 
 
-_FP8_KV = {"kv_cache_dtype": "fp8_e4m3"}
+_FP8_KV: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3"}
 CASES: dict[str, Case] = {name: Case(shape, {}) for name, shape in SHAPES.items()}
 CASES |= {
     f"llama-3.1-8b-{name}": Case(SHAPES["llama-3.1-8b"], args)
@@ -252,6 +252,7 @@ CASES |= {
         "int8-kv8": {"quantization": "int8"} | _FP8_KV,
         "int4-kv8": {"quantization": "int4"} | _FP8_KV,
         "transformers": {"model_impl": "transformers"},
+        "lora": {"enable_lora": True, "max_loras": 8, "max_lora_rank": 16},
     }.items()
 }
 

@@ -7,7 +7,7 @@ import json
 import random
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,7 @@ async def measure(name: str, case: Case, folder: Path, options: Any) -> dict[str
         if options.profile:
             for rows in (1, 8):
                 await _profile(load, name, rows)
+            await _profile(load, name, MANY["requests"], MANY["prompt"])
     return result
 
 
@@ -139,21 +140,29 @@ async def _throughput(load: Load, steps: DeviceSteps) -> dict[str, float | None]
     }
 
 
-async def _profile(load: Load, name: str, rows: int) -> None:
-    """The kernels that take most of a decode step's time, by CUPTI."""
+async def _profile(load: Load, name: str, rows: int, prompt: int = 16) -> None:
+    """The kernels that take most of a decode step's time, by CUPTI. What a kernel took is counted
+    from the end of the one before: those that begin early only wait until then."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
-        await load.answer(rows, 16, PROFILED_TOKENS + 1)
+        await load.answer(rows, prompt, PROFILED_TOKENS + 1)
         torch.cuda.synchronize()
-    events = [e for e in profiler.key_averages() if e.self_device_time_total > 0]
-    events.sort(key=lambda e: -e.self_device_time_total)
-    total = sum(e.self_device_time_total for e in events) / PROFILED_TOKENS
-    print(f"     {name}, {rows} rows: {total:.0f} us of kernels a step (a prompt's included)")
-    for event in events[:NUM_KERNELS]:
-        us, calls = event.self_device_time_total, event.count
+    us, calls, last = Counter[str](), Counter[str](), 0.0
+    events = [e for e in profiler.events() if e.device_type.name == "CUDA"]
+    for event in sorted(events, key=lambda e: e.time_range.end):
+        start, end = event.time_range.start, event.time_range.end
+        us[event.name] += max(0.0, end - max(start, last))
+        calls[event.name] += 1
+        last = max(last, end)
+    print(
+        f"     {name}, {rows} rows of {prompt} tokens: {us.total() / PROFILED_TOKENS:.0f} us of "
+        "kernels a token (with the prompts')"
+    )
+    for kernel, total in us.most_common(NUM_KERNELS):
+        count = calls[kernel]
         print(
-            f"       {us / PROFILED_TOKENS:8.1f} us {calls / PROFILED_TOKENS:7.1f} calls "
-            f"{us / calls:7.2f} us each  {event.key[:80]}",
+            f"       {total / PROFILED_TOKENS:8.1f} us {count / PROFILED_TOKENS:7.1f} calls "
+            f"{total / count:7.2f} us each  {kernel[:80]}",
             flush=True,
         )
 

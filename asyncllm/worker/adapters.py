@@ -10,8 +10,10 @@ steps, in their order; a slot that is written is read by no step.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -86,6 +88,8 @@ class AdapterStore:
             if place < len(places):
                 first = self.first_slot if is_own and number > 0 else 0
                 await self._copy_whole(part.slots[first + slot], places[place])
+                if number == 0:
+                    await self._submit(partial(part.copy_behind, slot)).wait()
         for answer in answers:
             await asyncio.wrap_future(answer)
 
@@ -100,14 +104,18 @@ class AdapterStore:
         num_pieces = max(1, -(-source.nbytes // PIECE_BYTES))
         pieces = (tensor.chunk(num_pieces) for tensor in (target, source))
         for piece in zip(*pieces, strict=True):
-            await self._copy(*piece).wait()
+            await self._submit(partial(_copy, *piece)).wait()
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> LaunchedStep:
+    def _submit(self, enqueue: Callable[[], None]) -> LaunchedStep:
         def work() -> Collect:
-            target.copy_(source, non_blocking=True)
+            enqueue()
             return lambda: StepResult([])
 
         return self._executor.submit(work, PIECE_SHAPE)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
 
 
 def _host_memory(layers: LoRALayers, num_places: int) -> torch.Tensor:

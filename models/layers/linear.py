@@ -62,9 +62,12 @@ class Linear:
         self._rows: dict[str, torch.Tensor] = {}
         self.weights = self.method.create_weights(self._shape)
         self._lora = None if build.lora is None else build.lora.layer(self._shape)
+        self._adapted_weights = self.weights  # of products that adapters are added to
         if self._lora is not None:
             is_plain = isinstance(self.method, UnquantizedLinearMethod)
             known = {"weight", "bias"} if is_plain else {"bias"}
+            if is_plain:
+                self._adapted_weights = self._lora.extend(self.weights)
             self._lora.base = {n: w for n, w in self.weights.items() if n in known}
 
     def reorder(self, rows: Mapping[str, torch.Tensor]) -> None:
@@ -86,15 +89,15 @@ class Linear:
     def __call__(self, x: Normed) -> torch.Tensor:
         """[T, in_features] -> [T, output features of all parts], including adapters. With `columns`
         it is this rank's summand."""
-        delta = self._delta(x)
-        product = self.method.product(self.weights, x)
-        return product if delta is None else delta.add(product)
+        if (delta := self._delta(x)) is not None:
+            return delta.add(self.method.product(self._adapted_weights, x))
+        return self.method.product(self.weights, x)
 
     def with_epilogue(self, x: Normed, epilogue: Epilogue[Out]) -> Out:
         """The GEMM and its epilogue, in one kernel if the method has one and neither a reduction
         nor adapters come in between."""
         if (delta := self._delta(x)) is not None:
-            product = self.method.product(self.weights, x)
+            product = self.method.product(self._adapted_weights, x)
             return epilogue.apply_adapted(self._ops, product, delta)
         fused = self.method.fused(self.weights, x, epilogue)
         return epilogue.apply(self._ops, self(x)) if fused is None else fused

@@ -6,6 +6,11 @@ share a forward pass. For a token of slot s the features of part p get
     gain[s] * product + b[s, features of p] @ (a[s, p] @ x) + bias[s]      a: [max_rank, in]
                                                                           b: [features, max_rank]
 
+Where that makes the base's weight little larger, the `a` of all slots lie behind it too, as further
+rows, so that one GEMM makes the product and, for all slots, what `a` shrinks:
+
+    [base; a[1]; a[2]; ...] @ x            [out + num_slots * parts * max_rank, in]
+
 An adapter of a smaller rank has zeros behind its own; its scale is in b. The gain is DoRA's, less
 1. Modules that are named may have whole matrices instead of the base's, by which the product is
 then made. Slot 0 is of tokens without an adapter and holds zeros.
@@ -33,6 +38,7 @@ from asyncllm.models.layers.lora_ops import TORCH_LORA, AdapterRows, LoRAOps, Lo
 from asyncllm.models.layers.lora_places import ALL, Place, WeightPart
 
 LAYERS_PER_TURN = 2  # of a thread that reads an adapter
+MOST_BEHIND = 1 / 8  # of a base's outputs: rows of `a` behind it
 ALIGNMENT = 64  # elements: kernels read a slot's matrices in 16 bytes
 
 L = TypeVar("L", bound="AdaptedLayer")
@@ -133,6 +139,18 @@ class LoRALayers:
             found.update(layer.places([tensor[0] for tensor in tensors]))
         return found
 
+    def copy_behind(self, slot: int) -> None:
+        """Once an adapter is in this slot: bring its `a` behind the bases' weights. Enqueues."""
+        found = [each for each in self.layers if isinstance(each, LoRALayer)]
+        pairs = [
+            (each.behind[slot - 1], each.weights.a[slot])
+            for each in found
+            if each.behind is not None
+        ]
+        if pairs:
+            targets, sources = map(list, zip(*pairs, strict=True))
+            torch._foreach_copy_(targets, sources)
+
     def mark(self, slot: torch.Tensor) -> None:
         """Say in memory as one of `slots`, in which an adapter is, what it has of each layer."""
         each = zip(self.layers, self._tensors(slot[None]), strict=True)
@@ -180,6 +198,7 @@ class LoRALayer:
     """
 
     weights: LoRAWeights
+    behind: torch.Tensor | None = None  # the base's rows [num_slots, parts * max_rank, in]
 
     def __init__(self, owner: LoRALayers, shape: LinearShape, num_rows: int) -> None:
         self._owner = owner
@@ -195,6 +214,25 @@ class LoRALayer:
             *((1,) for _ in sizes),
             *sizes,
         ]
+
+    def extend(self, base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Replace the base's tensors, not loaded yet, by the first rows of longer ones, with `a`
+        behind, and return these: the product by them is what `delta` is added to. Returns the
+        base's where there is no room."""
+        (size, _), num_slots, out = (
+            self.shapes[0],
+            len(self._owner.slots) - 1,
+            self.shape.out_features,
+        )
+        if self._whole or num_slots * size > out * MOST_BEHIND:
+            return base
+        longer = {
+            name: each.new_zeros(out + num_slots * size, *each.shape[1:])
+            for name, each in base.items()
+        }
+        base.update({name: each[:out] for name, each in longer.items()})
+        self.behind = longer["weight"][out:].unflatten(0, (num_slots, size))
+        return longer
 
     def bind(self, index: int, tensors: Sequence[torch.Tensor]) -> None:
         a, b, bias, gain, *whole = tensors
@@ -261,7 +299,8 @@ class LoRALayer:
         if rows is None:
             return None
         ops, weights = self._owner.ops, self.weights
-        return Delta(ops, weights, rows, x, ops.shrink(x, weights, rows))
+        shrunk = ops.shrink(x, weights, rows) if self.behind is None else None
+        return Delta(ops, weights, rows, x, shrunk)
 
     def add(self, product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """The product [T, out] of x [T, in], with the rows' deltas."""
@@ -277,10 +316,10 @@ class Delta:
     weights: LoRAWeights
     rows: AdapterRows
     x: torch.Tensor
-    shrunk: torch.Tensor
+    shrunk: torch.Tensor | None  # None: the product has it, by a base that is `LoRALayer.extend`ed
 
     def add(self, product: torch.Tensor) -> torch.Tensor:
-        """To the product [T, out], in place."""
+        """To the product, [T, out]; in place, unless it has more columns."""
         self._replace(product)
         return self.ops.expand(product, self.shrunk, self.weights, self.rows)
 

@@ -3,7 +3,7 @@
     shrink          a[slot, part p] @ x            of each row, in whatever form expand takes
     look_up         a[slot, token] * scale         the same of an embedding, whose x is one-hot
     replace         whole[slot] @ x                where the slot has such a weight
-    expand          gain * product + b[slot, features of p] @ shrunk + bias     added in place
+    expand          gain * product + b[slot, features of p] @ shrunk + bias     added to it
     expand_swiglu   expand, and then the activation of the product
 
 Rows whose slots have nothing of a layer are as they were.
@@ -22,8 +22,9 @@ from asyncllm.kernels.records import LoRAWeights as LoRAWeights
 from asyncllm.models.layers.ops import SILU
 from asyncllm.models.layers.torch_ops import swiglu
 
-# What is done to a product [T, out], with what was shrunk of its input.
-Expand = Callable[[torch.Tensor, torch.Tensor, LoRAWeights, AdapterRows], torch.Tensor]
+# What is done to a product [T, out], with what was shrunk of its input. None: the product has that
+# of all slots behind its own columns, and is not changed.
+Expand = Callable[[torch.Tensor, torch.Tensor | None, LoRAWeights, AdapterRows], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,20 +88,25 @@ def replace(
 
 
 def expand(
-    product: torch.Tensor, shrunk: torch.Tensor, weights: LoRAWeights, rows: AdapterRows
+    product: torch.Tensor, shrunk: torch.Tensor | None, weights: LoRAWeights, rows: AdapterRows
 ) -> torch.Tensor:
+    _, out_features, rank = weights.b.shape
+    behind, size = product[:, out_features:], weights.a.shape[1]
+    if shrunk is None:
+        product = product[:, :out_features].clone()
     for slot, mine in _tiles(weights, rows):
         its = product[mine]
-        ranks = shrunk[mine].split(weights.b.shape[2], dim=1)
+        of_slot = slice((slot - 1) * size, slot * size)
+        own = behind[mine, of_slot] if shrunk is None else shrunk[mine]
         parts = weights.b[slot].split(weights.sizes)
-        deltas = [h @ b.T for h, b in zip(ranks, parts, strict=True)]
+        deltas = [h @ b.T for h, b in zip(own.split(rank, dim=1), parts, strict=True)]
         its.addcmul_(its, weights.gain[slot])
         product[mine] = its.add_(torch.cat(deltas, dim=1)).add_(weights.bias[slot])
     return product
 
 
 def expand_swiglu(
-    product: torch.Tensor, shrunk: torch.Tensor, weights: LoRAWeights, rows: AdapterRows
+    product: torch.Tensor, shrunk: torch.Tensor | None, weights: LoRAWeights, rows: AdapterRows
 ) -> torch.Tensor:
     return swiglu(expand(product, shrunk, weights, rows), SILU)
 

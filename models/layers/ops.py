@@ -131,7 +131,7 @@ class Delta(Protocol):
     """The adapters' part of a product."""
 
     def add(self, product: torch.Tensor) -> torch.Tensor:
-        """In place."""
+        """Possibly in place."""
         ...
 
     def add_swiglu(self, product: torch.Tensor) -> torch.Tensor:

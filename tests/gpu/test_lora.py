@@ -41,6 +41,8 @@ def test_a_captured_chain_equals_torch(num_rows: int, rank: int) -> None:
             linear.weights["weight"].normal_(std=0.03)
         layers.fill_slots(0.03)
         layers.lora.slots[2, ::3] = 0  # one adapter leaves some layers as they are
+        where = {linear._lora.behind is None for linear in layers.layers[0].linears}
+        assert where == {True, False}  # some `a` lie behind their base's weight
         slots = torch.zeros(num_rows, dtype=torch.int32, device=device)
         run: Callable[[], torch.Tensor] = layers.forward(num_rows, slots)
         recorded = GraphPool().record(lambda: (run(),))

@@ -111,6 +111,9 @@ def test_answers_of_one_engine(folder: Path, way: str, is_eager: bool, is_ahead:
             await until(lambda: engine.stats().num_running == 0)
             engine.check_idle()
             engine.check_integrity()
+            works = [replica.work for replica in engine.replicas]
+            # Each process says once a second what it has done.
+            await until(lambda: all(sum(work.steps.values()) for work in works))
             for replica in engine.replicas:
                 assert replica.recorder.generation_tokens > 0
                 modes = {mode for (_, mode), count in replica.work.steps.items() if count}

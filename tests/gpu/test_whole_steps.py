@@ -138,7 +138,6 @@ def test_decodes_are_read_as_by_the_reference() -> None:
     ):
         values = torch.from_numpy(rng.integers(0, most, tensor.shape, np.int32))
         tensor.copy_(values.to(device))
-    layer = AttentionLayer(0, 2, 1, 64, 1.0)
     slots = torch.zeros(16, dtype=torch.int32, device=device)
     slots[:11] = torch.from_numpy(1 + rng.permutation(39)[:11].astype(np.int32)).to(device)
     state.presence_penalties[2::2] = 0.5
@@ -146,7 +145,7 @@ def test_decodes_are_read_as_by_the_reference() -> None:
     both, counts = [], []
     for fill in (fill_decodes_torch, fill_decodes_triton):
         state.output_counts.zero_()
-        tokens = TokenBuffers.zeros(20, layer, 3, torch.bfloat16, device)
+        tokens = TokenBuffers.zeros(20, (2, 64), 3, torch.bfloat16, device)
         tokens.token_ids.fill_(3)
         tokens.write_slots.fill_(5)
         rows = fill(state, slots, tokens, BLOCK_SIZE)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from asyncllm.models.layers import lora as lora_module
 from asyncllm.models.layers.linear_method import LinearShape
 from asyncllm.models.layers.lora import Delta, LoRALayers, LoRAWeights
 from asyncllm.models.layers.lora_embedding import LoRAEmbedding
@@ -40,6 +43,13 @@ class Case:
     slots: torch.Tensor
     x: torch.Tensor
     product: torch.Tensor
+    behind: torch.Tensor | None  # `LoRALayer.behind`
+
+    def made(self) -> torch.Tensor:
+        """By a base's GEMM, with what `a` of all slots shrinks behind it if they lie there."""
+        if self.behind is None:
+            return self.product
+        return torch.cat((self.product, F.linear(self.x, self.behind.flatten(0, 1))), dim=1)
 
     def delta(self) -> Delta:
         self.layers.select(self.slots)
@@ -78,6 +88,7 @@ def case(
     ops: LoRAOps = TORCH_LORA,
     slots: list[int] | None = None,
     whole: bool = False,
+    behind: bool = False,
 ) -> Case:
     torch.manual_seed(num_rows + rank)
     saved = ["part0", "part2"] if len(sizes) > 2 else ["part0"]
@@ -85,6 +96,9 @@ def case(
     parts = {f"part{i}": size for i, size in enumerate(sizes)}
     layers.layer(LinearShape({"other": 24}, 8, bias=False))  # what lies before it in each slot
     layer = layers.layer(LinearShape(parts, in_features, bias=False))
+    base = {"weight": torch.randn(sum(sizes), in_features, dtype=dtype, device=DEVICE)}
+    with patch.object(lora_module, "MOST_BEHIND", 1000 if behind else 0):
+        layer.extend(base)
     layers.allocate()
     weights = layer.weights
     layers.slots[1:].normal_(std=0.1)
@@ -97,23 +111,26 @@ def case(
         for each in weights.whole:
             each.is_there[slot] = 1.0 if slot % 2 else 0.0
         layers.mark(layers.slots[slot])
+        layers.copy_behind(slot)
     of_row = torch.randint(NUM_SLOTS + 1, (num_rows,)) if slots is None else torch.tensor(slots)
     x = torch.randn(num_rows, in_features, device=DEVICE).to(dtype)
     product = torch.randn(num_rows, sum(sizes), device=DEVICE).to(dtype)
-    return Case(layers, weights, of_row.to(DEVICE, torch.int32), x, product)
+    return Case(layers, weights, of_row.to(DEVICE, torch.int32), x, product, layer.behind)
 
 
 def check(it: Case, *, gated: bool = False) -> None:
-    """`add`, in place; or `add_swiglu`. Rows without an adapter are as they were, bit by bit."""
+    """`add`, in place unless `a` lies behind; or `add_swiglu`. Rows without an adapter are as they
+    were, bit by bit."""
     exact, given = it.exact(), it.product.clone()
     untouched = (it.slots == 0) | (it.slots == NOTHING)
     if gated:
-        made = it.delta().add_swiglu(it.product)
+        made = it.delta().add_swiglu(it.made())
         gate, up = exact.chunk(2, dim=1)
         exact = F.silu(gate) * up
     else:
-        made = it.delta().add(it.product)
-        assert made is it.product
+        made = it.delta().add(it.made())
+        assert (made is it.product) == (it.behind is None)
+        assert made.shape == given.shape and made.is_contiguous()
         assert torch.equal(made[untouched], given[untouched])
     error = (made.double() - exact).norm() / exact.norm()
     assert error < BOUNDS[it.product.dtype], error
@@ -130,11 +147,29 @@ SIZES = [(64,), (96, 32), (160, 40, 24)]
 def test_reference(num_rows: int, sizes: tuple[int, ...], rank: int) -> None:
     check(case(num_rows, sizes, 72, rank, whole=True))
     check(case(num_rows, sizes, 72, rank))
+    check(case(num_rows, sizes, 72, rank, behind=True))
 
 
 @pytest.mark.parametrize("sizes", [(48, 48), (96,)])
 def test_reference_with_swiglu(sizes: tuple[int, ...]) -> None:
     check(case(20, sizes, 72, 16), gated=True)
+    check(case(20, sizes, 72, 16, behind=True), gated=True)
+
+
+def test_a_lies_behind_bases_that_it_makes_little_larger() -> None:
+    """And which are no adapters' whole weights; a base's own rows are its first ones."""
+    for out, whole, is_behind in ((16 * 8 * 2, (), True), (255, (), False), (256, ("it",), False)):
+        layers = LoRALayers(2, 16, torch.float32, DEVICE, whole=whole)
+        layer = layers.layer(LinearShape({"it": out}, 8, bias=True))
+        base = {"weight": torch.empty(out, 8), "bias": torch.empty(out)}
+        given = base["weight"]
+        longer = layer.extend(base)
+        assert (layer.behind is not None) == is_behind
+        assert (longer is base) == (base["weight"] is given) == (not is_behind)
+        if is_behind:
+            assert [*longer["weight"].shape] == [out + 32, 8] and not longer["bias"][out:].any()
+            assert base["weight"].data_ptr() == longer["weight"].data_ptr()
+            assert len(base["weight"]) == len(base["bias"]) == out
 
 
 # Rows and rank: of one tile and of several, of few rows and of many; inputs of one chunk, of one
@@ -151,11 +186,19 @@ def test_triton(num_rows: int, rank: int, sizes: tuple[int, ...], in_features: i
     check(case(num_rows, sizes, in_features, rank, dtype, triton_ops()))
 
 
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("num_rows", "rank"), ROWS)
+def test_triton_of_a_behind_the_base(num_rows: int, rank: int, sizes: tuple[int, ...]) -> None:
+    dtype = torch.bfloat16 if IS_CUDA else torch.float32
+    check(case(num_rows, sizes, 72, rank, dtype, triton_ops(), behind=True))
+
+
 @pytest.mark.parametrize("sizes", [(200, 200), (144,)])
 @pytest.mark.parametrize(("num_rows", "rank"), ROWS)
 def test_triton_with_swiglu(num_rows: int, rank: int, sizes: tuple[int, ...]) -> None:
     dtype = torch.bfloat16 if IS_CUDA else torch.float32
-    check(case(num_rows, sizes, 600, rank, dtype, triton_ops()), gated=True)
+    for behind in (False, True):
+        check(case(num_rows, sizes, 600, rank, dtype, triton_ops(), behind=behind), gated=True)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
@@ -174,8 +217,9 @@ def test_triton_of_whole_weights(num_rows: int) -> None:
 
 @pytest.mark.parametrize("slots", [[0] * 20, [NOTHING] * 20, [3] * 20, [1, 0] * 10])
 def test_triton_of_one_adapter_and_of_none(slots: list[int]) -> None:
-    for gated in (False, True):
-        check(case(20, (32, 32), 72, 16, ops=triton_ops(), slots=slots), gated=gated)
+    for gated, behind in product((False, True), repeat=2):
+        it = case(20, (32, 32), 72, 16, ops=triton_ops(), slots=slots, behind=behind)
+        check(it, gated=gated)
 
 
 @pytest.mark.parametrize("num_rows", [1, 20, 300])

@@ -1,6 +1,9 @@
 """LoRA's second product in Triton: what was shrunk, times the adapter's `b`, added to the product.
 
-    product[t, part p] += gain * product + b[slot of t, part p] @ sum of partials + bias
+    product[t, part p] += gain * product + b[slot of t, part p] @ shrunk[t, p] + bias
+
+What was shrunk is the sum of shrink.py's partial sums. Or the product itself has it, of all slots,
+as columns behind its own (models/layers/lora.py); then the result is a new tensor without these.
 
 SwiGLU behind it can be the same kernel, which has the numbers at hand. All that a program reads it
 asks for at once, behind its wait: the product is the kernel before it, and may be one that lets
@@ -23,7 +26,7 @@ from asyncllm.kernels.records import AdapterRows, LoRAWeights
 
 EXPAND_COLUMNS = 128  # of the product, to a program
 GATED_COLUMNS = 128  # of each of its halves
-EXPAND_WARPS = 8  # with four Triton needs two to three times as many barriers
+EXPAND_WARPS = 4
 LINE = tl.constexpr(64)  # numbers of 16 bits in 128 bytes
 
 
@@ -35,15 +38,23 @@ def _prefetch_b(b_ptr, first, end, RANK: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _load_partial(
-    partial_ptr, place, part, is_own, piece_stride,
+def _load_shrunk(
+    shrunk_ptr, place, row, slot, part, is_own, stride,
     PARTS: tl.constexpr, RANK: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Read what shrink made of the rows at these places, not summed yet: [PIECES, TILE, RANK]."""
-    piece = tl.arange(0, triton.next_power_of_2(PIECES))[:, None, None]
-    offset = ((place.to(tl.int64) * PARTS + part) * RANK)[None, :, None]
-    partial_ptr += piece * piece_stride + offset + tl.arange(0, RANK)[None, None, :]
-    return tl.load(partial_ptr, (piece < PIECES) & is_own[None, :, None], other=0.0)
+    """Read what was shrunk of the rows at these places, not summed yet: [PIECES, TILE, RANK].
+    stride: from piece to piece, or, where the product has it, from row to row."""
+    rank = tl.arange(0, RANK)[None, None, :]
+    if PIECES == 0:
+        offset = row.to(tl.int64) * stride + ((slot - 1) * PARTS + part) * RANK
+        shrunk_ptr += offset[None, :, None] + rank
+        is_there = is_own[None, :, None]
+    else:
+        piece = tl.arange(0, triton.next_power_of_2(PIECES))[:, None, None]
+        offset = ((place.to(tl.int64) * PARTS + part) * RANK)[None, :, None]
+        shrunk_ptr += piece * stride + offset + rank
+        is_there = (piece < PIECES) & is_own[None, :, None]
+    return tl.load(shrunk_ptr, is_there, other=0.0)
 
 
 @triton.jit
@@ -54,10 +65,10 @@ def _load_b(b_ptr, column, inside, RANK: tl.constexpr):
 
 
 @triton.jit
-def _adapt(given, partial, b, bias_ptr, gain_ptr, has_terms, column, inside):
+def _adapt(given, shrunk, b, bias_ptr, gain_ptr, has_terms, column, inside):
     """given: what the product is, [TILE, columns]."""
     given = given.to(tl.float32)
-    sums = tl.sum(partial, axis=0)
+    sums = tl.sum(shrunk, axis=0)
     total = given + tl.dot(sums.to(b.dtype), b, input_precision="tf32x3")
     if has_terms:
         bias = tl.load(bias_ptr + column, inside, other=0.0).to(tl.float32)
@@ -68,20 +79,21 @@ def _adapt(given, partial, b, bias_ptr, gain_ptr, has_terms, column, inside):
 
 @triton.jit(do_not_specialize_on_alignment=["tiles_ptr"])
 def _expand(
-    product_ptr, partial_ptr, b_ptr, bias_ptr, gain_ptr, rows_ptr, tiles_ptr,
-    out_features, b_stride, bias_stride, piece_stride, first_end, second_end,
+    product_ptr, out_ptr, shrunk_ptr, b_ptr, bias_ptr, gain_ptr, rows_ptr, tiles_ptr,
+    out_features, product_stride, b_stride, bias_stride, shrunk_stride, first_end, second_end,
     PARTS: tl.constexpr, RANK: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr,
     COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A piece of the product's columns, for one tile. Parts end at first_end, second_end and
-    out_features; programs of a part begin at its first column."""
+    out_features; programs of a part begin at its first column. Where the product has what was
+    shrunk (PIECES is 0), rows without an adapter are copied to `out`; else they are there."""
     if PDL:
         start_next()
     tile = tl.program_id(1)
     kind = tl.load(tiles_ptr + tile)
     place = tile * TILE + tl.arange(0, TILE)
     row = tl.load(rows_ptr + place)
-    if (kind == 0) | (tl.max(row, axis=0) < 0):  # both, so that both are asked for at once
+    if ((kind == 0) & (PIECES > 0)) | (tl.max(row, axis=0) < 0):  # both are asked for at once
         if PDL:
             wait_previous()
         return
@@ -94,7 +106,8 @@ def _expand(
     end = tl.where(in_third, out_features, tl.where(in_second, second_end, first_end))
     block -= tl.where(in_third, third_block, tl.where(in_second, second_block, 0))
     column = first + block * COLUMNS + tl.arange(0, COLUMNS)
-    inside, is_own = column < end, row >= 0
+    inside, is_row = column < end, row >= 0
+    is_own = is_row & (kind != 0)
     slot = (kind // 2).to(tl.int64)
     b_ptr += slot * b_stride
     bias_ptr += slot * bias_stride
@@ -102,21 +115,25 @@ def _expand(
     if PDL:
         _prefetch_b(b_ptr, first + block * COLUMNS, end, RANK, COLUMNS)
         after = wait_previous()
-        partial_ptr += after
+        shrunk_ptr += after
         product_ptr += after
-    product_ptr += row.to(tl.int64)[:, None] * out_features + column[None, :]
-    in_product = is_own[:, None] & inside[None, :]
-    given = tl.load(product_ptr, in_product, other=0.0)
-    partial = _load_partial(partial_ptr, place, part, is_own, piece_stride, PARTS, RANK, PIECES)
-    b = _load_b(b_ptr, column, inside, RANK)
-    total = _adapt(given, partial, b, bias_ptr, gain_ptr, kind % 2 != 0, column, inside)
-    tl.store(product_ptr, total.to(product_ptr.dtype.element_ty), in_product)
+        out_ptr += after
+    in_out = is_row[:, None] & inside[None, :]
+    its_row = row.to(tl.int64)[:, None]
+    given = tl.load(product_ptr + its_row * product_stride + column[None, :], in_out, other=0.0)
+    shrunk = _load_shrunk(
+        shrunk_ptr, place, row, slot, part, is_own, shrunk_stride, PARTS, RANK, PIECES
+    )
+    b = _load_b(b_ptr, column, inside & (kind != 0), RANK)
+    total = _adapt(given, shrunk, b, bias_ptr, gain_ptr, kind % 2 != 0, column, inside)
+    out_ptr += its_row * out_features + column[None, :]
+    tl.store(out_ptr, total.to(out_ptr.dtype.element_ty), in_out)
 
 
 @triton.jit(do_not_specialize_on_alignment=["tiles_ptr"])
 def _expand_swiglu(
-    product_ptr, out_ptr, partial_ptr, b_ptr, bias_ptr, gain_ptr, rows_ptr, tiles_ptr,
-    size, b_stride, bias_stride, piece_stride,
+    product_ptr, out_ptr, shrunk_ptr, b_ptr, bias_ptr, gain_ptr, rows_ptr, tiles_ptr,
+    size, product_stride, b_stride, bias_stride, shrunk_stride,
     PARTS: tl.constexpr, RANK: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr,
     COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -143,58 +160,74 @@ def _expand_swiglu(
         _prefetch_b(b_ptr, first, size, RANK, COLUMNS)
         _prefetch_b(b_ptr, size + first, 2 * size, RANK, COLUMNS)
         after = wait_previous()
-        partial_ptr += after
+        shrunk_ptr += after
         product_ptr += after
         out_ptr += after
-    row = row.to(tl.int64)[:, None]
+    its_row = row.to(tl.int64)[:, None]
     in_out = is_row[:, None] & inside[None, :]
-    product_ptr += row * (2 * size) + column[None, :]
+    product_ptr += its_row * product_stride + column[None, :]
     gate = tl.load(product_ptr, in_out, other=0.0)
     up = tl.load(product_ptr + size, in_out, other=0.0)
-    partial = _load_partial(partial_ptr, place, 0, is_own, piece_stride, PARTS, RANK, PIECES)
-    up_partial = partial
+    shrunk = _load_shrunk(
+        shrunk_ptr, place, row, slot, 0, is_own, shrunk_stride, PARTS, RANK, PIECES
+    )
+    up_shrunk = shrunk
     if PARTS == 2:
-        up_partial = _load_partial(partial_ptr, place, 1, is_own, piece_stride, PARTS, RANK, PIECES)
+        up_shrunk = _load_shrunk(
+            shrunk_ptr, place, row, slot, 1, is_own, shrunk_stride, PARTS, RANK, PIECES
+        )
     b = _load_b(b_ptr, column, has_b, RANK)
     up_b = _load_b(b_ptr, size + column, has_b, RANK)
     has_terms = kind % 2 != 0
-    gate = _adapt(gate, partial, b, bias_ptr, gain_ptr, has_terms, column, inside)
-    up = _adapt(up, up_partial, up_b, bias_ptr, gain_ptr, has_terms, size + column, inside)
+    gate = _adapt(gate, shrunk, b, bias_ptr, gain_ptr, has_terms, column, inside)
+    up = _adapt(up, up_shrunk, up_b, bias_ptr, gain_ptr, has_terms, size + column, inside)
     out = gate / (1 + tl.exp(-gate)) * up
-    out_ptr += row * size + column[None, :]
+    out_ptr += its_row * size + column[None, :]
     tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), in_out)
 
 
+def _shrunk_of(
+    product: torch.Tensor, partial: torch.Tensor | None, weights: LoRAWeights
+) -> tuple[torch.Tensor, int, int]:
+    """Where what was shrunk begins, and its `shrunk_stride` and PIECES."""
+    if partial is None:
+        return product[:, weights.b.shape[1] :], product.stride(0), 0
+    return partial, partial.stride(0), len(partial)
+
+
 def expand(
-    product: torch.Tensor, partial: torch.Tensor, weights: LoRAWeights, rows: AdapterRows
+    product: torch.Tensor, partial: torch.Tensor | None, weights: LoRAWeights, rows: AdapterRows
 ) -> torch.Tensor:
-    """The product [T, out], contiguous, with what became of the partial sums, in place."""
-    pieces, _, num_parts, rank = partial.shape
-    sizes, (num_tiles, tile) = weights.sizes, rows.rows.shape
-    assert 1 <= num_parts <= 3 and product.is_contiguous()
+    """The product [T, out], contiguous, with what became of the partial sums, in place. None: the
+    product has what was shrunk behind `out`; returns a new tensor."""
+    sizes, (num_tiles, tile), rank = weights.sizes, rows.rows.shape, weights.b.shape[2]
+    assert 1 <= len(sizes) <= 3 and product.is_contiguous()
+    out = product if partial is not None else product.new_empty(len(product), sum(sizes))
+    shrunk, stride, pieces = _shrunk_of(product, partial, weights)
     num_blocks = sum(triton.cdiv(size, EXPAND_COLUMNS) for size in sizes)
     _expand[(num_blocks, num_tiles)](
-        product, partial, weights.b, weights.bias, weights.gain, rows.rows,
-        rows.tiles[weights.index], sum(sizes), weights.b.stride(0), weights.bias.stride(0),
-        partial.stride(0), sizes[0], sum(sizes[:2]),
-        PARTS=num_parts, RANK=rank, PIECES=pieces, TILE=tile, COLUMNS=EXPAND_COLUMNS,
+        product, out, shrunk, weights.b, weights.bias, weights.gain, rows.rows,
+        rows.tiles[weights.index], sum(sizes), product.stride(0), weights.b.stride(0),
+        weights.bias.stride(0), stride, sizes[0], sum(sizes[:2]),
+        PARTS=len(sizes), RANK=rank, PIECES=pieces, TILE=tile, COLUMNS=EXPAND_COLUMNS,
         num_warps=EXPAND_WARPS, **launch_flags(product.device),
     )  # fmt: skip
-    return product
+    return out
 
 
 def expand_swiglu(
-    product: torch.Tensor, partial: torch.Tensor, weights: LoRAWeights, rows: AdapterRows
+    product: torch.Tensor, partial: torch.Tensor | None, weights: LoRAWeights, rows: AdapterRows
 ) -> torch.Tensor:
     """`expand`, and silu of a row's first half, times the second: [T, out / 2], a new tensor."""
-    pieces, _, num_parts, rank = partial.shape
-    (num_tiles, tile), size = rows.rows.shape, product.shape[1] // 2
+    (num_tiles, tile), (out_features, rank) = rows.rows.shape, weights.b.shape[1:]
+    size = out_features // 2
     assert weights.sizes in ((2 * size,), (size, size)) and product.is_contiguous()
     out = product.new_empty((len(product), size))
+    shrunk, stride, pieces = _shrunk_of(product, partial, weights)
     _expand_swiglu[(triton.cdiv(size, GATED_COLUMNS), num_tiles)](
-        product, out, partial, weights.b, weights.bias, weights.gain, rows.rows,
-        rows.tiles[weights.index], size, weights.b.stride(0), weights.bias.stride(0),
-        partial.stride(0), PARTS=num_parts, RANK=rank, PIECES=pieces, TILE=tile,
-        COLUMNS=GATED_COLUMNS, num_warps=EXPAND_WARPS, **launch_flags(product.device),
+        product, out, shrunk, weights.b, weights.bias, weights.gain, rows.rows,
+        rows.tiles[weights.index], size, product.stride(0), weights.b.stride(0),
+        weights.bias.stride(0), stride, PARTS=len(weights.sizes), RANK=rank, PIECES=pieces,
+        TILE=tile, COLUMNS=GATED_COLUMNS, num_warps=EXPAND_WARPS, **launch_flags(product.device),
     )  # fmt: skip
     return out

@@ -22,7 +22,7 @@ SPLITS = 4  # of a chunk of columns: one to a warp
 MOST_RANK = 64  # of a program: a larger one is as several parts
 CHUNK_NUMBERS = 8192  # of a part's a, at a time
 FEW_ROWS_CHUNK, MANY_ROWS_CHUNK = 512, 128  # columns, at most
-PIECE_COLUMNS = 512  # to a program, or more: of pieces there are at most
+PIECE_COLUMNS = 1024  # to a program, or more: of pieces there are at most
 MANY_ROWS_PIECES = 4
 MOST_PARTIAL = 8192  # and so many of their numbers to a program of expand
 
