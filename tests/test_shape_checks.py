@@ -15,7 +15,12 @@ from asyncllm.step_plan import StateMoves
 from tests.script_module import import_script
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
-ON_CPU = {"device": "cpu", "dtype": "bfloat16", "num_gpu_blocks_override": 400}
+ON_CPU = {
+    "device": "cpu",
+    "dtype": "bfloat16",
+    "num_gpu_blocks_override": 400,
+    "max_model_len": 240,
+}
 NARROW = {
     "vocab_size": 5200, "hidden_size": 128, "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 1,
@@ -24,6 +29,7 @@ NARROW = {
     "num_experts_per_tok": 4,
 }  # fmt: skip
 CACHED = "cached = cold"
+RECOMPUTED = "preempted (recompute) = never"  # from the last snapshot on
 SWAPPED = "preempted (swap) = never"
 
 
@@ -32,7 +38,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> Any:
     checks = import_script(SCRIPTS / "shape_checks.py")
     monkeypatch.setattr(checks, "PROMPTS", checks.PROMPTS[3:9:2])
     monkeypatch.setattr(checks, "OTHERS", checks.OTHERS[3:9:2])
-    monkeypatch.setattr(checks, "BLOCKS", 20)
+    monkeypatch.setattr(checks, "BLOCKS", 17)
     return checks
 
 
@@ -52,11 +58,12 @@ def swap_lose(moves: StateMoves) -> StateMoves:
     return moves._replace(swap_in=())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
         (lambda moves: moves, "ok"),
-        (lose, f"FAIL: {CACHED}"),
+        (lose, f"FAIL: {CACHED}, {RECOMPUTED}"),
         (swap_lose, f"FAIL: {SWAPPED}"),
     ],
     ids=["as it is", "states of prefix hits lost", "swapped states lost"],
@@ -75,7 +82,7 @@ def test_a_lost_state_fails_its_check_and_rounding_none(
     assert check(checks, tmp_path) == expected
 
 
-@pytest.mark.parametrize(("moved", "expected"), [(0.03, True), (0.05, False), (torch.nan, False)])
+@pytest.mark.parametrize(("moved", "expected"), [(0.02, True), (0.03, False), (torch.nan, False)])
 def test_answers_are_compared_by_the_effect_of_contexts(
     moved: float, expected: bool, checks: Any
 ) -> None:
