@@ -1,8 +1,8 @@
-"""A layer's experts for few tokens in Triton: each assignment's row by itself, without tensor cores.
+"""A layer's experts for few tokens in Triton: each assignment's row alone, without tensor cores.
 
 Tensor cores take 16 rows where an expert has one, and codes of four bits reach them by way of
-shared memory. Here a program sums some features of one assignment (quant_gemm/gemv.py), and an expert that
-two tokens take is read twice, the second time from L2.
+shared memory. Here a program sums some features of one assignment (quant_gemm/gemv.py), and an
+expert that two tokens take is read twice, the second time from L2.
 """
 
 from __future__ import annotations
