@@ -9,6 +9,7 @@ state or page moves them as far, rounding by a small share of it.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,9 +18,10 @@ import torch
 from gpu_questions import ROOMY, Args
 from model_shapes import Case, cut, write_shape
 
-from asyncllm import AsyncLLMEngine, RequestOutput, SamplingParams
+from asyncllm import AsyncLLMEngine, RequestOutput, SamplingParams, types
 from asyncllm.engine.engine_core import EngineCore
 from asyncllm.engine.text.prompt import TokensPrompt
+from asyncllm.step_plan import StepPlan
 
 Prompts = Sequence[Sequence[int]]
 
@@ -43,19 +45,25 @@ SETTINGS: Args = {
     "prefill_graph_sizes": [64, 256],
 }
 SLOW: Args = {"enforce_eager": True, "async_scheduling": False}
+ALONE: Args = {"max_num_seqs": 1, "cuda_graph_sizes": [1]}  # one row has kernels of its own
 BLOCKS = 60  # for all prompts and answers, which need 200 or more
+OTHER_STEPS = [64, 100, 160]  # tokens, without preemption: what other chunks alone do
+ROUTER = re.compile(r"\.(gate|router)(\.layer)?\.(weight|bias)")
 
 
 class Answers(NamedTuple):
     scores: torch.Tensor  # float32 [prompts, tokens, SCORED], log-probabilities
     num_hits: int  # cached tokens of the prompts
+    chunks: list[list[str]]  # of each prompt, as `record_chunks` writes them
 
 
-async def answer(model: Path, args: Args, *rounds: Prompts) -> tuple[list[Answers], int]:
+async def answer(
+    model: Path, args: Args, *rounds: Prompts, routes: bool = True
+) -> tuple[list[Answers], int]:
     """Answer all prompts of a round at once, round after round. Also returns the pages per
-    block."""
+    block. routes: False for routers that choose the same experts for all tokens."""
     async with AsyncLLMEngine(str(model), **ROOMY | SETTINGS | args) as engine:
-        condition(engine)
+        condition(engine, routes)
         answers = [await _answer(engine, prompts) for prompts in rounds]
         engine.check_idle()
         stats = engine.stats()
@@ -66,6 +74,7 @@ async def answer(model: Path, args: Args, *rounds: Prompts) -> tuple[list[Answer
 
 
 async def _answer(engine: AsyncLLMEngine, prompts: Prompts) -> Answers:
+    chunks = record_chunks(engine, prompts)
     outputs = await asyncio.gather(
         *(
             engine.generate(TokensPrompt(prompt_token_ids=list(ids)), forced(token=100 + 37 * i))
@@ -73,7 +82,39 @@ async def _answer(engine: AsyncLLMEngine, prompts: Prompts) -> Answers:
         )
     )
     scores = torch.tensor([_scores(output) for output in outputs])
-    return Answers(scores, sum(output.num_cached_tokens for output in outputs))
+    return Answers(scores, sum(output.num_cached_tokens for output in outputs), chunks)
+
+
+def record_chunks(engine: AsyncLLMEngine, prompts: Prompts) -> list[list[str]]:
+    """Each prompt's chunks, from now on: "@64" where it gets a slot with 64 tokens computed,
+    "64+16/80" for 16 tokens from there on in a step of 80, and "80:2" where decodes begin in steps
+    of 2 tokens."""
+    runner = _core(engine).worker.runner
+    chunks: list[list[str]] = [[] for _ in prompts]
+    by_prompt = {tuple(ids): chunks[i] for i, ids in enumerate(prompts)}
+    launch = type(runner).launch
+
+    def of(seq: types.Sequence) -> list[str]:
+        return by_prompt[tuple(seq.request.prompt_token_ids)]
+
+    def recorded(plan: StepPlan, *args: Any) -> types.LaunchedStep:
+        for init in plan.slot_inits:
+            of(init.seq).append(f"@{init.num_computed}")
+        for row in plan.prefills:
+            of(row.seq).append(f"{row.start}+{len(row.token_ids)}/{plan.num_tokens}")
+        for seq, position in zip(plan.decodes.seqs, plan.decodes.positions.tolist(), strict=True):
+            if not of(seq)[-1].endswith(size := f":{plan.num_tokens}"):
+                of(seq).append(f"{position}{size}")
+        return launch(runner, plan, *args)
+
+    vars(runner)["launch"] = recorded
+    return chunks
+
+
+def _core(engine: AsyncLLMEngine) -> EngineCore:
+    core = engine._core
+    assert isinstance(core, EngineCore)
+    return core
 
 
 def forced(token: int) -> SamplingParams:
@@ -90,11 +131,11 @@ def _scores(output: RequestOutput) -> list[list[float]]:
 
 
 @torch.inference_mode()
-def condition(engine: AsyncLLMEngine) -> None:
+def condition(engine: AsyncLLMEngine, routes: bool = True) -> None:
     """Make made-up weights more like trained ones: tokens are not drowned by layers, where their
-    embeddings are not those of the output too, and recurrent layers remember."""
-    core = engine._core
-    assert isinstance(core, EngineCore)
+    embeddings are not those of the output too, and recurrent layers remember. routes: as of
+    `answer`."""
+    core = _core(engine)
     loads = list(core.worker.runner.mixed.model.loads())
     is_tied = not any("lm_head" in load.name for load in loads)
     for load in loads:
@@ -104,6 +145,8 @@ def condition(engine: AsyncLLMEngine) -> None:
             load.view.sub_(LONGER_MEMORY)
         elif load.name.endswith("conv1d.weight"):
             load.view.mul_(CONVOLUTION_FACTOR)
+        elif not routes and ROUTER.search(load.name):
+            load.view.zero_()
     if core.worker.device.type == "cuda":
         torch.cuda.synchronize(core.worker.device)  # steps run on another stream
 
@@ -118,6 +161,29 @@ def compare(ours: Answers, oracle: Answers, effect: torch.Tensor) -> tuple[bool,
     shares = distance(ours.scores, oracle.scores) / effect
     detail = f"{shares.max():.3f} of the context's effect at most, {shares.median():.3f} at median"
     return bool((shares <= MOST_SHARE).all()), detail  # not if one is NaN
+
+
+async def explain(model: Path, args: Args, tight: Args, ours: Answers, plain: Answers) -> None:
+    """Print what tells a lost state or page from rounding, in at most 14 lines. Rounding moves the
+    same prompts in steps of other sizes without preemption too, where a router is near a tie; and
+    hardly moves any once routers have no ties to break."""
+    graphs: Args = {"prefill_graph_sizes": OTHER_STEPS[:1]}
+    steps = [graphs | {"max_num_batched_tokens": size} for size in OTHER_STEPS]
+    others = [(await answer(model, args | each, PROMPTS))[0][0] for each in steps]
+    (other,), _ = await answer(model, args, OTHERS)
+    effect = distance(other.scores, plain.scores)
+    elsewhere = torch.stack([distance(each.scores, plain.scores) for each in others]) / effect
+    of_tokens = (ours.scores - plain.scores).square().mean(2).sqrt() / effect[:, None]
+    for i, share in enumerate((distance(ours.scores, plain.scores) / effect).tolist()):
+        far = (~(of_tokens[i] <= MOST_SHARE)).nonzero().flatten().tolist()
+        print(
+            f"     prompt {i}: {share:.3f}, in other steps {elsewhere[:, i].max():.3f} at most; "
+            f"tokens over the bound: {len(far)}, first {far[:1]}; chunks {' '.join(ours.chunks[i])}"
+        )
+    (plain, other), _ = await answer(model, args, PROMPTS, OTHERS, routes=False)
+    (ours,), _ = await answer(model, args | tight, PROMPTS, routes=False)
+    _, detail = compare(ours, plain, distance(other.scores, plain.scores))
+    print(f"     with routers that choose the same experts always: {detail}", flush=True)
 
 
 async def check(name: str, case: Case, folder: Path) -> dict[str, Any]:
@@ -142,8 +208,13 @@ async def check(name: str, case: Case, folder: Path) -> dict[str, Any]:
         for each, setting in SLOW.items():
             (again,), _ = await answer(model, case.args | {each: setting}, PROMPTS)
             report(f"{each} {setting} = its opposite", *compare(plain, again, effect))
+    (alone,), _ = await answer(model, case.args | ALONE, PROMPTS)
+    report("alone = beside others", *compare(alone, plain, effect))
     for mode in ("swap", "recompute"):
         tight = {"num_gpu_blocks_override": BLOCKS * num_groups, "preemption_mode": mode}
         (again,), _ = await answer(model, case.args | tight, PROMPTS)
-        report(f"preempted ({mode}) = never", *compare(plain, again, effect))
+        ok, detail = compare(again, plain, effect)
+        report(f"preempted ({mode}) = never", ok, detail)
+        if not ok:
+            await explain(model, case.args, tight, again, plain)
     return {"checks": "FAIL: " + ", ".join(failed) if failed else "ok"}

@@ -74,12 +74,15 @@ def test_a_lost_state_fails_its_check_and_rounding_none(
     checks: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     before_step = StateCache.before_step
     monkeypatch.setattr(
         StateCache, "before_step", lambda states, moves: before_step(states, change(moves))
     )
     assert check(checks, tmp_path) == expected
+    explained = capsys.readouterr().out.count("with routers that choose the same experts always")
+    assert explained == expected.count("preempted")
 
 
 @pytest.mark.parametrize(("moved", "expected"), [(0.02, True), (0.03, False), (torch.nan, False)])
@@ -89,5 +92,5 @@ def test_answers_are_compared_by_the_effect_of_contexts(
     plain, effect = torch.zeros(3, 3, 4), torch.tensor([1.0, 0.1, 1.0])
     ours = plain.clone()
     ours[1] += moved
-    answers = (checks.Answers(scores, 0) for scores in (ours, plain))
+    answers = (checks.Answers(scores, 0, []) for scores in (ours, plain))
     assert checks.compare(*answers, effect)[0] is expected

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from asyncllm.attention.base import PrefillRows
+from asyncllm.attention.recurrence import run, tokens_of
 from asyncllm.attention.state_cache import StateCache, StateLayout, TorchStates
 from asyncllm.kernels.recurrent.records import (
     Convolution,
@@ -37,6 +38,7 @@ DIM = 24 if INTERPRETED else 128
 STATE = 12 if INTERPRETED else 128
 WIDTHS = (3, 4)
 NUM_SLOTS = 8
+CHUNKS = [(17, [16]), (1, []), (2, [2]), (3, [1]), (1, [1]), (7, [1, 6])]  # tokens, snapshots
 
 
 def randn(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
@@ -146,6 +148,48 @@ def test_prompts_beside_decodes(name: str, num_decodes: int) -> None:
     check(found, expected)
     check(ours.layers[1], theirs.layers[1])
     assert not ours.layers[1][0].any() and not ours.layers[0].any()
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_prompt_in_chunks_is_as_a_whole(name: str) -> None:
+    """Chunks and pieces shorter than a convolution too, each beside a decode of another slot; a
+    second sequence goes on from each snapshot."""
+    from asyncllm.attention.triton_states import TritonStates
+
+    slot, other, saved = 4, 5, NUM_SLOTS
+    inputs = MAKERS[name](sum(num for num, _ in CHUNKS))
+    cache, _, layer = caches(inputs)
+    states, first = cache.layers[1], cache.layers[1][slot].clone()
+    start, expected = 0, run(inputs, first)[0]
+    for num_tokens, saves in CHUNKS:
+        end, num_decodes = start + num_tokens, min(start, 1)
+        decodes = torch.full((num_decodes,), other, dtype=torch.int32, device=DEVICE)
+        rows = [[0, place, saved + i] for i, place in enumerate(saves)]
+        prefills = prefill_of(num_tokens, slot, rows)
+        recur = TritonStates(cache).mixed(decodes, prefills)
+        found = recur(layer, tokens_of(inputs, slice(start - num_decodes, end)))
+        check(found[num_decodes:], expected[start:end])
+        check(states[slot], run(tokens_of(inputs, slice(end)), first)[1].to(states.dtype))
+        for i, place in enumerate(saves):
+            before = tokens_of(inputs, slice(start + place))
+            check(states[saved + i], run(before, first)[1].to(states.dtype))
+            if left := num_tokens - place:
+                states[other] = states[saved + i]
+                resume = TritonStates(cache).mixed(decodes[:0], prefill_of(left, other, []))
+                check(resume(layer, tokens_of(inputs, slice(end - left, end))), found[-left:])
+        start = end
+
+
+def prefill_of(num_tokens: int, slot: int, saves: list[list[int]]) -> PrefillRows:
+    """One row of a prompt; its pages are not used."""
+    return PrefillRows(
+        np.array([0, num_tokens]),
+        np.array([num_tokens]),
+        np.zeros(2),
+        np.zeros((1, 0)),
+        np.array([slot]),
+        np.array(saves, np.int32).reshape(-1, 3),
+    )
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is captured")
