@@ -55,7 +55,7 @@ def without_weights(config: ModelConfig, build: Build) -> Any:
     if is_legacy:
         replace_attention(model)
     _keep_in_float32(model, dtype)
-    replace_experts(model)
+    replace_experts(model, build.ops)
     leave_out_index(model)
     return model.eval()
 

@@ -1,4 +1,4 @@
-"""Experts of transformers models, by grouped GEMMs that do not wait for the device.
+"""Experts of transformers models, by `Ops.experts` or grouped GEMMs that wait for no device.
 
 Most classes use transformers' experts function, and get one of ours. Others loop over the experts
 that a step touches, for which the host waits: this works neither on the meta device nor in a graph.
@@ -14,33 +14,58 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+from transformers.integrations import moe
 
-from asyncllm.kernels.records import Routed
+from asyncllm.kernels.records import Activation
+from asyncllm.models.layers.ops import SILU, ExpertWeights, Normed, Ops, Routed
 from asyncllm.models.layers.torch_ops import by_expert
 
 EXPERTS = "asyncllm"
+OPS = "asyncllm_ops"  # the attribute of modules that use transformers' experts function
+ACTIVATIONS = {"SiLUActivation": SILU, "GELUTanh": Activation("gelu_tanh")}
 LANGUAGE = "asyncllm_language"  # the attribute of X-MOD's adapters
 
 
 def _experts(
-    module: nn.Module, hidden: torch.Tensor, expert_ids: torch.Tensor, gates: torch.Tensor
+    module: Any, hidden: torch.Tensor, expert_ids: torch.Tensor, gates: torch.Tensor
 ) -> torch.Tensor:
     """transformers' experts function. On the meta device only the shape matters."""
     if hidden.device.type == "meta":
         return torch.empty_like(hidden)
-    out: torch.Tensor = grouped_mm_experts_forward(module, hidden, expert_ids, gates)
-    return out
+    activation = _activation(module)
+    if activation is None:
+        out: torch.Tensor = moe.grouped_mm_experts_forward(module, hidden, expert_ids, gates)
+        return out
+    gate_up_bias = module.gate_up_proj_bias if module.has_bias else None
+    down_bias = module.down_proj_bias if module.has_bias else None
+    weights = ExpertWeights(
+        module.gate_up_proj, module.down_proj, gate_up_bias, down_bias, activation
+    )
+    routed = Routed(expert_ids.contiguous(), gates.float().contiguous())
+    ops: Ops = getattr(module, OPS)
+    return ops.experts(Normed(hidden.contiguous()), weights, routed)
 
 
-ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
+def _activation(module: Any) -> Activation | None:
+    """Of experts that are what `Ops.experts` computes; None: others."""
+    is_gated = module.has_gate and module.is_concatenated and not module.is_transposed
+    if not is_gated or getattr(module, "has_post_expert_norm", False):
+        return None
+    if type(module)._apply_gate is not moe._default_apply_gate:
+        return None
+    return ACTIVATIONS.get(type(module.act_fn).__name__)
 
 
-def replace_experts(model: Any) -> None:
+moe.ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
+
+
+def replace_experts(model: Any, ops: Ops) -> None:
     """To be called before the trial."""
     with suppress(AttributeError, ValueError):  # the class does not use the function
         model.set_experts_implementation(EXPERTS)
     for module in model.modules():
+        if hasattr(module, "_apply_gate"):
+            setattr(module, OPS, ops)
         if (ours := REPLACED.get(type(module).__name__)) is not None:
             module.__class__ = type(type(module).__name__, (ours, type(module)), {})
         if isinstance(module, _OneLanguage):

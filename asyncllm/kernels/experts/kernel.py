@@ -256,8 +256,6 @@ def choose_tiles(num_tokens: int, top_k: int, num_experts: int, gated: bool) -> 
     """By sweeps on an H100, weights from memory (docs/log/experts.md)."""
     if num_tokens <= FEW_TOKENS:
         rows = max(MIN_ROWS, triton.next_power_of_2(num_tokens))
-        if num_tokens <= 2:
-            return Tiles(rows, 32, 256, 4, 3)
         return Tiles(rows, 32 if num_tokens <= 16 else 64, 128, 4, 4)
     per_expert = num_tokens * top_k // num_experts
     if per_expert <= 16:

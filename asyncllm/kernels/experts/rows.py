@@ -14,10 +14,11 @@ import triton.language as tl
 from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
 from asyncllm.kernels.quant_gemm.gemv import places_of_rows, sums_of_rows
 from asyncllm.kernels.quant_gemm.matrix import Quantized, is_fast
-from asyncllm.kernels.quant_gemm.product import ACTIVATIONS, activate
+from asyncllm.kernels.quant_gemm.product import ACTIVATIONS, BYTES, INT4, PLAIN, activate
 from asyncllm.kernels.records import Activation, Normed, Routed
 
-TILE, WORDS, NUMBERS, WARPS = 4, 64, 1024, 4  # features, columns at a time in either form
+TILE, WARPS = 4, 4  # by a sweep on an H200 (docs/log/experts.md)
+BLOCKS = {PLAIN: 2048, BYTES: 1024, INT4: 64}  # columns at a time; words of four bits of any kind
 
 
 @triton.jit
@@ -96,6 +97,6 @@ def multiply_rows(
         ACTIVATION=ACTIVATIONS[activation.name] if activation is not None else 0,
         HAS_BIAS=matrix.bias is not None,
         SQUARES=triton.next_power_of_2(num_squares) if num_squares else 0,
-        TILE=TILE, BLOCK=WORDS if matrix.is_packed else NUMBERS,
+        TILE=TILE, BLOCK=BLOCKS[min(matrix.format, INT4)],
         num_warps=WARPS, **launch_flags(out.device),
     )  # fmt: skip

@@ -25,7 +25,7 @@ from asyncllm.kernels.programmatic_launch import (
 from asyncllm.kernels.records import AdapterRows, LoRAWeights
 
 EXPAND_COLUMNS = 128  # of the product, to a program
-GATED_COLUMNS = 128  # of each of its halves
+GATED_COLUMNS = 64  # of each of its halves
 EXPAND_WARPS = 4
 LINE = tl.constexpr(64)  # numbers of 16 bits in 128 bytes
 
