@@ -47,7 +47,7 @@ def _experts(
 
 
 def _activation(module: Any) -> Activation | None:
-    """Of experts that are what `Ops.experts` computes; None: others."""
+    """Return the activation of experts that are what `Ops.experts` computes; None of others."""
     is_gated = module.has_gate and module.is_concatenated and not module.is_transposed
     if not is_gated or getattr(module, "has_post_expert_norm", False):
         return None
