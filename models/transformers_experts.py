@@ -36,6 +36,7 @@ def _experts(
     if activation is None:
         out: torch.Tensor = moe.grouped_mm_experts_forward(module, hidden, expert_ids, gates)
         return out
+    dtype = module.down_proj.dtype
     gate_up_bias = module.gate_up_proj_bias if module.has_bias else None
     down_bias = module.down_proj_bias if module.has_bias else None
     weights = ExpertWeights(
@@ -43,13 +44,16 @@ def _experts(
     )
     routed = Routed(expert_ids.contiguous(), gates.float().contiguous())
     ops: Ops = getattr(module, OPS)
-    return ops.experts(Normed(hidden.contiguous()), weights, routed)
+    made = ops.experts(Normed(hidden.to(dtype).contiguous()), weights, routed)
+    return made.to(hidden.dtype)
 
 
 def _activation(module: Any) -> Activation | None:
     """Return the activation of experts that are what `Ops.experts` computes; None of others."""
     is_gated = module.has_gate and module.is_concatenated and not module.is_transposed
     if not is_gated or getattr(module, "has_post_expert_norm", False):
+        return None
+    if getattr(module, "_is_expert_parallel", False):  # some ids are none of an expert
         return None
     if type(module)._apply_gate is not moe._default_apply_gate:
         return None

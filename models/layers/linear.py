@@ -97,8 +97,8 @@ class Linear:
         """The GEMM and its epilogue, in one kernel if the method has one and neither a reduction
         nor adapters come in between."""
         if (delta := self._delta(x)) is not None:
-            product = self.method.product(self._adapted_weights, x)
-            return epilogue.apply_adapted(self._ops, product, delta)
+            product = self.method.product
+            return epilogue.apply_adapted(self._ops, product(self._adapted_weights, x), delta)
         fused = self.method.fused(self.weights, x, epilogue)
         return epilogue.apply(self._ops, self(x)) if fused is None else fused
 

@@ -146,7 +146,8 @@ class Epilogue(Protocol[Out_co]):
 
     def apply_adapted(self, ops: Ops, product: torch.Tensor, delta: Delta) -> Out_co:
         """The same of the product with what adapters add to it."""
-        return self.apply(ops, delta.add(product))
+        product = delta.add(product)  # which gives back the memory of a longer one
+        return self.apply(ops, product)
 
     def fused(
         self, ops: FusedProducts, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None
@@ -168,7 +169,8 @@ class SwiGLU:
     def apply_adapted(self, ops: Ops, product: torch.Tensor, delta: Delta) -> torch.Tensor:
         if self.activation == SILU:
             return delta.add_swiglu(product)
-        return self.apply(ops, delta.add(product))
+        product = delta.add(product)
+        return self.apply(ops, product)
 
     def fused(
         self, ops: FusedProducts, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None

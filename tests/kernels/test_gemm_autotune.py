@@ -228,6 +228,23 @@ def test_ranks_take_the_first_ones_choice(remembers: int | None, fastest: int) -
     assert on_ranks(2, on_rank) == [([], chosen)] * 2
 
 
+def test_ranks_agree_of_a_product_whose_bias_one_of_them_has() -> None:
+    """As of a layer that is divided by its inputs: a rank that skipped it would miss the call."""
+
+    def on_rank(mesh: ThreadMesh) -> list[bytes]:
+        agree = partial(first_of_stage, mesh, torch.device("cpu"))
+        library, x, weight = Library(), aligned(4, 6), aligned(5, 6)
+        kept = GemmCache("rank", mesh.config.rank)
+        ours = AutotunedGemm(library, SIZES, kept, lambda ran: [1.0, 0.5, 0.6, 0.7], agree)
+        bias = aligned(5) if mesh.config.rank == 0 else None
+        for _ in range(2):
+            assert torch.equal(ours.linear(x, weight, bias), F.linear(x, weight, bias))
+            ours.autotune()
+        return library.ran
+
+    assert on_ranks(2, on_rank) == [[], ALGORITHMS[:1]]
+
+
 def test_a_rank_that_cannot_run_the_first_ones_choice_says_so() -> None:
     def on_rank(mesh: ThreadMesh) -> None:
         agree = partial(first_of_stage, mesh, torch.device("cpu"))

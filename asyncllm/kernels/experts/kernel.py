@@ -200,14 +200,14 @@ def experts_of(
     size, top_k = down.columns, routed.ids.shape[1]
     gated = x.values.new_empty((num_tokens * top_k, size))
     parts = x.values.new_empty((num_tokens * top_k, hidden))
+    ids, gates = routed.ids, routed.gates
+    assert ids.is_contiguous() and gates.is_contiguous() and x.values.is_contiguous()
     if num_tokens <= MOST_SINGLE:
         multiply_rows(x, gate_up, routed, gated, activation)
         multiply_rows(Normed(gated), down, routed, parts, None)
-        return _sum(parts, x.values)
+        return _sum(parts, x.values, top_k)
     gate_up_tiles = choose_tiles(num_tokens, top_k, num_experts, gated=True)
     down_tiles = choose_tiles(num_tokens, top_k, num_experts, gated=False)
-    ids, gates = routed.ids, routed.gates
-    assert ids.is_contiguous() and gates.is_contiguous() and x.values.is_contiguous()
     counts, order = ids, ids  # not read where there are few
     if num_tokens > FEW_TOKENS:
         assert gate_up_tiles.rows == down_tiles.rows
@@ -238,15 +238,15 @@ def experts_of(
             ROWS=tiles.rows, TILE=tiles.features, BLOCK=block_of(matrix, tiles.block),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, **flags,
         )  # fmt: skip
-    return _sum(parts, x.values)
+    return _sum(parts, x.values, top_k)
 
 
-def _sum(parts: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _sum(parts: torch.Tensor, like: torch.Tensor, top_k: int) -> torch.Tensor:
     """Over each token's assignments: [tokens, hidden], a new tensor as `like`."""
     num_tokens, hidden = like.shape
     out = torch.empty_like(like)
     _sum_kernel[(num_tokens, triton.cdiv(hidden, SUM_COLUMNS))](
-        parts, out, SIZE=hidden, TOP_K=len(parts) // num_tokens, BLOCK=SUM_COLUMNS, num_warps=4,
+        parts, out, SIZE=hidden, TOP_K=top_k, BLOCK=SUM_COLUMNS, num_warps=4,
         **launch_flags(out.device),
     )  # fmt: skip
     return out

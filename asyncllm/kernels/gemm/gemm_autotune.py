@@ -62,12 +62,16 @@ class AutotunedGemm:
     ) -> torch.Tensor:
         """x [T, in] times weight [out, in] transposed, plus bias [out]: a new tensor."""
         shape = Shape(x.shape[0], *weight.shape)
-        if shape.num_tokens not in self._sizes or bias is not None or not _takes(x, weight):
+        if shape.num_tokens not in self._sizes or not _takes(x, weight):
+            return F.linear(x, weight, bias)
+        if bias is not None and self._agree is None:
             return F.linear(x, weight, bias)
         if shape not in self._choices and (self._agree or not self._remembers(shape)):
             weights = self._open.setdefault(shape, [])
             if len(weights) < MOST_WEIGHTS:
                 weights.append(weight)
+        if bias is not None:  # of one rank alone, perhaps: all must choose for the same shapes
+            return F.linear(x, weight, bias)
         return self._run(x, weight, self._choices.get(shape))
 
     def autotune(self) -> None:
