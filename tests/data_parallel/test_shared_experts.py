@@ -261,7 +261,8 @@ async def expect_all_lost(engine: AsyncLLMEngine, number: signal.Signals, busy: 
     start = time.monotonic()
     os.kill(process_of(members(engine)[0]), number)
     for each in running:
-        with pytest.raises(RequestFailedError, match="engine 0"):
+        # Of a silent engine its neighbours may say first that a common step does not end.
+        with pytest.raises(RequestFailedError, match="engine 0|a step does not end"):
             await each
     await until(lambda: engine.health() is not None)
     assert time.monotonic() - start < END_SECONDS
