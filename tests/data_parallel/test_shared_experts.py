@@ -262,7 +262,7 @@ async def expect_all_lost(engine: AsyncLLMEngine, number: signal.Signals, busy: 
     os.kill(process_of(members(engine)[0]), number)
     for each in running:
         # Of a silent engine its neighbours may say first that a common step does not end.
-        with pytest.raises(RequestFailedError, match="engine 0|a step does not end"):
+        with pytest.raises(RequestFailedError, match=r"engine 0|a step does not end"):
             await each
     await until(lambda: engine.health() is not None)
     assert time.monotonic() - start < END_SECONDS
