@@ -1,7 +1,8 @@
-"""Experts of transformers models, by `Ops.experts` or grouped GEMMs that wait for no device.
+"""Experts of transformers models, by `Ops.experts` or by grouped GEMMs.
 
-Most classes use transformers' experts function, and get one of ours. Others loop over the experts
-that a step touches, for which the host waits: this works neither on the meta device nor in a graph.
+Neither waits for the device. Most classes use transformers' experts function, and get one of ours.
+Others loop over the experts that a step touches, for which the host waits: this works neither on
+the meta device nor in a graph.
 Such modules get a `forward` of ours here; each class was compared with its own `generate`.
 """
 

@@ -86,10 +86,9 @@ class AdapterStore:
         is_own = place < self.num_places
         for number, (part, places) in enumerate(self._parts):
             if place < len(places):
-                first = self.first_slot if is_own and number > 0 else 0
-                await self._copy_whole(part.slots[first + slot], places[place])
-                if number == 0:
-                    await self._submit(partial(part.copy_behind, slot)).wait()
+                own = slot + (self.first_slot if is_own and number > 0 else 0)
+                await self._copy_whole(part.slots[own], places[place])
+                await self._submit(partial(part.copy_behind, own)).wait()
         for answer in answers:
             await asyncio.wrap_future(answer)
 

@@ -66,6 +66,7 @@ def relative_error(ours: torch.Tensor, x: torch.Tensor, w: ExpertWeights, routed
     ("num_tokens", "num_experts", "top_k", "activation", "biased"),
     [
         (1, 8, 2, SILU, False),  # by assignment
+        (2, 16, 3, GELU, True),
         (3, 16, 3, GELU, False),
         (16, 8, 2, SILU, True),  # by expert: there are fewer than assignments
         (17, 6, 4, CLAMPED, True),

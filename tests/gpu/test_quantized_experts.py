@@ -42,17 +42,19 @@ WIDE = (4, 512, 256)
 CASES: list[tuple[Scheme, tuple[int, int, int], Activation, int]] = [
     (MXFP4, SMALL, CLAMPED, 3),
     (Scheme("int4", group=32, has_offset=True), SMALL, SILU, 2),
+    (MXFP4, SMALL, CLAMPED, 2),
+    (Scheme("nf4", group=64), SMALL, SILU, 2),
     (Scheme("fp8"), SMALL, SILU, 3),
 ]
 if not INTERPRETED:
     CASES = [
-        *((MXFP4, GPT_OSS, CLAMPED, tokens) for tokens in (1, 8, 40, 100, 600)),
+        *((MXFP4, GPT_OSS, CLAMPED, tokens) for tokens in (1, 2, 8, 40, 100, 600)),
         *((Scheme("int4", group=128), WIDE, SILU, tokens) for tokens in (1, 20, 600)),
-        (Scheme("int4", group=32, has_offset=True), WIDE, SILU, 5),
+        *((Scheme("int4", group=32, has_offset=True), WIDE, SILU, tokens) for tokens in (2, 5)),
         *((Scheme("fp8"), WIDE, SILU, tokens) for tokens in (1, 20, 600)),
-        (Scheme("fp8", group=128), WIDE, SILU, 5),
-        (Scheme("int8"), WIDE, SILU, 5),
-        (Scheme("nf4", group=64), WIDE, SILU, 5),
+        *((Scheme("fp8", group=128), WIDE, SILU, tokens) for tokens in (2, 5)),
+        *((Scheme("int8"), WIDE, SILU, tokens) for tokens in (2, 5)),
+        *((Scheme("nf4", group=64), WIDE, SILU, tokens) for tokens in (2, 5)),
     ]
 
 
