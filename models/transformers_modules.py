@@ -87,7 +87,7 @@ class ByNorm:
             self.norm = Norm(weight.float() + self.offset if self.offset else weight, self.norm.eps)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._ops.rms_norm(x.reshape(-1, x.shape[-1]), self.norm).view(x.shape)
+        return self._ops.rms_norm(_rows(x), self.norm).view(x.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class GatedMLP:
     ops: Ops
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gated = self.gated(Normed(x.reshape(-1, x.shape[-1])))
+        gated = self.gated(Normed(_rows(x)))
         out: torch.Tensor = self.module.down_proj(gated.view(*x.shape[:-1], -1))
         return out
 
@@ -133,8 +133,13 @@ class ProjectedAttention:
 def _product(
     ops: Ops, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    return ops.product(Normed(rows), weight, bias).view(*x.shape[:-1], -1)
+    return ops.product(Normed(_rows(x)), weight, bias).view(*x.shape[:-1], -1)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """x [..., size] as [rows, size], contiguous: heads that lie between others are still a view of
+    them after `reshape`, if there is one token."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 class _Replaced(nn.Module):

@@ -28,12 +28,14 @@ from asyncllm.models.layers.ops import (
 
 class TorchOps(Ops):
     """Stateless and unfused. It works in place where possible: on a CPU a large new tensor costs
-    more than its arithmetic."""
+    more than its arithmetic. It asserts that rows are contiguous, for the kernels' sake."""
 
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        assert x.is_contiguous()
         return rms_norm(x, norm.weight, norm.eps, norm.centered)
 
     def swiglu(self, x: torch.Tensor, activation: Activation = SILU) -> torch.Tensor:
+        assert x.is_contiguous()
         return swiglu(x, activation)
 
     def route(
@@ -48,6 +50,7 @@ class TorchOps(Ops):
         routed: Routed,
         adapters: ExpertAdapters | None = None,
     ) -> torch.Tensor:
+        assert x.values.is_contiguous()
         return grouped_experts(x.values, weights, routed, adapters)
 
     def add_rms_norm(
@@ -58,6 +61,7 @@ class TorchOps(Ops):
         sums: RowSums | None = None,
     ) -> Normed:
         assert sums is None, "a mesh has them only where there are CUDA kernels"
+        assert x.is_contiguous() and residual.is_contiguous()
         if norm.centered or norm.weight.dtype != x.dtype:
             return Normed(self.rms_norm(residual.add_(x), norm))
         residual32 = residual.add_(x).float()
@@ -68,6 +72,7 @@ class TorchOps(Ops):
         self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         assert x.squares is None, "only a fused kernel leaves a factor to its successor"
+        assert x.values.is_contiguous()
         return F.linear(x.values, weight, bias)
 
 

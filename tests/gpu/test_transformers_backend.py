@@ -41,12 +41,13 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("Lfm2ForCausalLM", {}),  # convolutions
     ("GraniteMoeHybridForCausalLM", {}),  # scans
     ("Qwen3NextForCausalLM", {}),  # delta rules
+    ("Qwen3_5ForCausalLM", {}),  # the same without experts: heads of queries between their gates
 ]
 ROUTED = (
     "GptOssForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM",
     "GraniteMoeHybridForCausalLM", "Qwen3NextForCausalLM",
 )  # fmt: skip
-RECURRENT = ("Mamba2ForCausalLM", "Lfm2ForCausalLM")
+RECURRENT = ("Mamba2ForCausalLM", "Lfm2ForCausalLM", "Qwen3_5ForCausalLM")
 
 
 def serve(folder: Path, **changes: Any) -> tuple[list[RequestOutput], dict[str, Any]]:

@@ -65,6 +65,7 @@ FAMILIES = (
     "Olmo2ForCausalLM",  # norms behind the layers
     "Phi3ForCausalLM",  # merged projections
     "Qwen3MoeForCausalLM",
+    "Qwen3_5ForCausalLM",  # heads of queries between their gates
     "StableLmForCausalLM",  # drops the arguments of attention
     "Starcoder2ForCausalLM",
     "ZambaForCausalLM",  # layers that share their weights

@@ -146,6 +146,7 @@ def _launch(
     squares: torch.Tensor | None,
     gated: bool,
 ) -> None:
+    assert x.values.is_contiguous() and weight.is_contiguous()
     out_features = out.shape[1]
     num_squares = x.squares.shape[1] if x.squares is not None else 0
     _gemv_kernel[(triton.cdiv(out_features, tiles.features),)](

@@ -179,6 +179,7 @@ def _launch_norm(
     in_bytes: tuple[torch.Tensor, torch.Tensor] | None,
     sums: RowSums | None = None,
 ) -> None:
+    assert x.is_contiguous() and out.is_contiguous()
     made, scales = (None, None) if in_bytes is None else in_bytes
     block = triton.next_power_of_2(x.shape[1])
     _norm_kernel[(x.shape[0],)](
