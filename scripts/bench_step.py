@@ -4,6 +4,7 @@
     scripts/bench_step.py --model DIR --batch 1,8,64 --context 640 --prefill 128,2048
     ... --layers        decode steps of up to 8 rows by the model's layers, not by the
                         persistent kernel
+    ... --quantization fp8 --kv-cache-dtype fp8_e4m3
 
 Decode steps are replays of the captured graphs, as the engine runs them; a prefill step is one
 prompt, launched as the engine launches it. Weights are made up. Beside the time stand the bytes
@@ -90,6 +91,7 @@ class Bench:
             first = 1 + (slot - 1) * pages % (available - pages)
             self._state.block_tables[0, slot, :pages] = torch.arange(first, first + pages)
         self._hf_config = config.model.hf_config
+        self._kv_itemsize = 1 if config.kv_cache_dtype.startswith("fp8") else 2
 
     def decode(self, batch: int, bandwidth: float, kernels: bool) -> dict[str, Any]:
         graphs = self._runner.graphs
@@ -106,7 +108,9 @@ class Bench:
             graphs[size].replay()
 
         ms = time_ms(work, prepare)
-        num_bytes = step_bytes(self._runner._model, self._hf_config, batch, self._context)
+        num_bytes = step_bytes(
+            self._runner._model, self._hf_config, batch, self._context, self._kv_itemsize
+        )
         limit_ms = num_bytes / bandwidth * 1e3
         kernel = next(name for name, sizes in graphs.implementations.items() if batch in sizes)
         return {
@@ -155,6 +159,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=640, help="tokens that each row sees")
     parser.add_argument("--prefill", type=sizes, default=[], help="tokens of prefill steps")
     parser.add_argument("--layers", action="store_true", help="not by the persistent kernel")
+    parser.add_argument("--quantization", help="of weights, as they are made")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--no-kernels", action="store_true", help="only the times of whole steps")
     args = parser.parse_args()
     config = EngineArgs(
@@ -168,6 +174,8 @@ def main() -> None:
         swap_space=0,
         # A backend that is named is never exchanged for the persistent kernel.
         attention_backend="flashinfer" if args.layers else "auto",
+        quantization=args.quantization,
+        kv_cache_dtype=args.kv_cache_dtype,
     ).create_engine_config()
     with torch.inference_mode():
         bandwidth = measure_bandwidth()
