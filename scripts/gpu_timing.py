@@ -34,7 +34,10 @@ def time_http(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    flags = [f"--{k.replace('_', '-')}={v}" for k, v in (SERVING | dict(settings or {})).items()]
+    flags = [
+        f"--{k.replace('_', '-')}{'' if v is True else f'={v}'}"
+        for k, v in (SERVING | dict(settings or {})).items()
+    ]
     command = [sys.executable, "-m", "asyncllm", "serve", model, *flags, f"--port={port}"]
     start = time.perf_counter()
     server = subprocess.Popen(command)

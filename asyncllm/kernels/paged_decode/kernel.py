@@ -22,6 +22,8 @@ PROGRAMS_PER_SM = 4  # some resident, some to follow: rows of different lengths 
 MAX_SPLITS = 64  # one program merges them in one go
 MAX_GROUP = 32  # query heads of a program: what registers and a 4090's on-chip memory hold
 MIN_DOT = 16  # the least side of a tensor-core product
+FP8_FACTORS = {torch.float8_e4m3fn: 2.0**8, torch.float8_e5m2: 1.0}  # of what `_halves` gives
+NUM_WARPS, NUM_STAGES = 4, 3  # stages: two tiles in flight
 LOG2_E = 1.4426950408889634  # scores are of base 2: their scale has this factor
 
 
@@ -69,6 +71,30 @@ def soft_cap_log2(soft_cap: float | None) -> float | None:
 
 
 @triton.jit
+def _halves(words, E5M2: tl.constexpr):
+    """FP8 numbers, four to a word, as float16: [TILE, N] -> [TILE, 4 * N]. Those of E4M3 times
+    2**-8, as its exponents count from 7 and float16's from 15; a NaN is a number. Of four the
+    middle ones change places (`_dim`). Converted as operands of a product, they would be read from
+    shared memory byte by byte."""
+    words = words.to(tl.uint32, bitcast=True)
+    pairs = tl.join(words << 8, words)  # the first and third of four, the second and fourth
+    if E5M2:
+        pairs &= 0xFF00FF00
+    else:
+        pairs = (pairs & 0x80008000) | ((pairs & 0x7F007F00) >> 1)
+    bits = tl.join((pairs & 0xFFFF).to(tl.uint16), (pairs >> 16).to(tl.uint16))
+    return tl.reshape(bits, (words.shape[0], 4 * words.shape[1])).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _dim(column, PER_WORD: tl.constexpr):
+    """Of which dimension of a head a column of q, k and v is."""
+    if PER_WORD == 1:
+        return column
+    return (column & ~3) | ((column & 1) << 1) | ((column >> 1) & 1)
+
+
+@triton.jit
 def _tiles(length, TILE: tl.constexpr, WINDOW: tl.constexpr):
     """The first tile that a row of `length` keys sees, and how many it sees."""
     first = 0
@@ -85,9 +111,12 @@ def _attend_split(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP_LOG2: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, LOG2_E: tl.constexpr, WHOLE: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, LOG2_E: tl.constexpr, WHOLE: tl.constexpr, PER_WORD: tl.constexpr,
+    E5M2: tl.constexpr,
 ):  # fmt: skip
-    """One split of a row and group of heads. WHOLE: there is no other, this is the row's output."""
+    """One split of a row and group of heads. WHOLE: there is no other, this is the row's output.
+    PER_WORD: numbers to an element of the cache, whose strides are of elements: FP8 comes in words.
+    """
     group = tl.program_id(0)  # fastest: neighbours read neighbouring bytes of a page
     row = tl.program_id(1)
     split = tl.program_id(2)
@@ -102,15 +131,19 @@ def _attend_split(
     parts: tl.constexpr = tl.cdiv(GROUP, GROUP_PADDED)
     kv_head = group // parts
     member = group % parts * GROUP_PADDED + tl.arange(0, GROUP_PADDED)
-    column = tl.arange(0, DIM_PADDED)
+    column = _dim(tl.arange(0, DIM_PADDED), PER_WORD)
     head = kv_head * GROUP + member
     in_q = (member < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
     in_row = head[:, None] * HEAD_DIM + column[None, :]
     q = tl.load(q_ptr + row * q_stride + in_row, in_q, other=0.0)
+    if PER_WORD > 1:
+        q = q.to(tl.float16)
     if HAS_SLOPES:
         slopes = tl.load(slopes_ptr + head, member < GROUP, other=0.0) * LOG2_E
 
-    cache = cache_ptr + kv_head * HEAD_DIM + column[None, :]
+    WORDS: tl.constexpr = HEAD_DIM // PER_WORD  # of a head
+    word = tl.arange(0, DIM_PADDED // PER_WORD)
+    cache = cache_ptr + kv_head * WORDS + word[None, :]
     table = tables_ptr + row * table_stride
     token = start * TILE + tl.arange(0, TILE)
     page = tl.load(table + token // BLOCK_SIZE, token < length, other=0)
@@ -120,16 +153,17 @@ def _attend_split(
         distance = token - (length - 1)
         if WINDOW is not None:
             seen &= token >= length - WINDOW
-        offset = (token % BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
+        offset = (token % BLOCK_SIZE) * (NUM_KV_HEADS * WORDS)
         key = cache + (page.to(tl.int64) * page_stride + offset)[:, None]
-        in_cache = seen[:, None] & (column < HEAD_DIM)[None, :]
-        k = tl.load(key, in_cache, other=0.0)  # [TILE, DIM_PADDED]
-        v = tl.load(key + kv_stride, in_cache, other=0.0)
+        in_cache = seen[:, None] & (word < WORDS)[None, :]
+        k = tl.load(key, in_cache, other=0)  # [TILE, DIM_PADDED], or its words
+        v = tl.load(key + kv_stride, in_cache, other=0)
         # The next tile's pages already: its keys can then be fetched while this one is computed.
         token += TILE
         page = tl.load(table + token // BLOCK_SIZE, token < length, other=0)
 
-        k, v = k.to(q.dtype), v.to(q.dtype)  # of FP8
+        if PER_WORD > 1:
+            k, v = _halves(k, E5M2), _halves(v, E5M2)
         scores = scaled_scores(tl.dot(q, tl.trans(k)), scale_log2, SOFT_CAP_LOG2)
         if HAS_SLOPES:
             scores += slopes[:, None] * distance[None, :]
@@ -214,21 +248,28 @@ def paged_decode(
     num_splits = _num_splits(
         num_rows * num_groups, block_tables.shape[1] * block_size, window, tile, num_sms
     )
+    k_scale, v_scale = kv_scales
+    per_word = 1
+    if cache.dtype in FP8_FACTORS:
+        k_scale, v_scale = (scale * FP8_FACTORS[cache.dtype] for scale in kv_scales)
+        per_word = 4
+    elements = cache.view(torch.int32) if per_word == 4 else cache
     partial = lse = None
     if num_splits > 1:
         parts = (num_rows, num_heads, num_splits)
         partial = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty(parts, dtype=torch.float32, device=q.device)
     _attend_split[(num_groups, num_rows, num_splits)](
-        q, cache, block_tables, positions, sinks, slopes, out, partial, lse,
-        q.stride(0), block_tables.stride(0), cache.stride(0), cache.stride(1), out.stride(0),
-        scale * kv_scales[0] * LOG2_E, kv_scales[1], num_splits,
+        q, elements, block_tables, positions, sinks, slopes, out, partial, lse,
+        q.stride(0), block_tables.stride(0), elements.stride(0), elements.stride(1), out.stride(0),
+        scale * k_scale * LOG2_E, v_scale, num_splits,
         NUM_KV_HEADS=num_kv_heads, GROUP=group, GROUP_PADDED=group_padded,
         HEAD_DIM=head_dim, DIM_PADDED=dim_padded, BLOCK_SIZE=block_size,
         TILE=tile, WINDOW=window, SOFT_CAP_LOG2=soft_cap_log2(soft_cap),
         HAS_SINKS=sinks is not None, HAS_SLOPES=slopes is not None,
-        LOG2_E=LOG2_E, WHOLE=num_splits == 1,
-        num_warps=4, num_stages=3,  # two tiles in flight
+        LOG2_E=LOG2_E, WHOLE=num_splits == 1, PER_WORD=per_word,
+        E5M2=cache.dtype == torch.float8_e5m2,
+        num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     if num_splits > 1:
         _merge_splits[(num_heads, num_rows)](
