@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -254,7 +255,7 @@ class EngineCore:
         self, steps: asyncio.Task[None], reload: Callable[[], Awaitable[Worker]], reason: str
     ) -> None:
         try:
-            await asyncio.wait([steps])
+            await _ended(steps)
             if self.adapters is not None:  # fails the requests that wait for a slot
                 await self.adapters.close()
             await asyncio.shield(self._close_worker())
@@ -309,7 +310,7 @@ class EngineCore:
     async def close(self) -> None:
         self.admission.dead = "the engine is closed"
         self._task.cancel()
-        await asyncio.wait([self._task])
+        await _ended(self._task)
         if self._peers is not None:
             self._peers.close()
         self.live.fail_all(self.admission.dead)
@@ -320,3 +321,13 @@ class EngineCore:
         self.watchdog.close()
         await self.steps.close()
         await self._close_worker()
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    """Wait for a cancelled task, and clear its frames: a step in one of them keeps a closed
+    worker's memory."""
+    await asyncio.wait([task])
+    try:
+        task.result()
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)

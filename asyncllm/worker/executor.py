@@ -45,14 +45,15 @@ class HostStep:
     once, then `wait`."""
 
     def __init__(self, end: Callable[[np.ndarray], LaunchedStep]) -> None:
-        self._end = end
+        self._end: Callable[[np.ndarray], LaunchedStep] | None = end
         self._whole: LaunchedStep | None = None
 
     def sample(self, masked_rows: np.ndarray) -> None:
         """Launch the sampling, from any thread: when all steps before are finished, and before any
         other launch. masked_rows: int32, the rows that the first masks in the buffer are for."""
-        assert self._whole is None, "a step is sampled twice"
-        self._whole = self._end(masked_rows)
+        assert self._end is not None, "a step is sampled twice"
+        end, self._end = self._end, None  # it keeps the runner, and the step is kept for its times
+        self._whole = end(masked_rows)
 
     async def wait(self) -> StepResult:
         assert self._whole is not None, "a step is awaited before it is sampled"

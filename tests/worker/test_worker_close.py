@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 import weakref
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from asyncllm import AsyncLLMEngine, SamplingParams, StructuredOutputsParams
 from asyncllm.attention.torch_native import TorchAttention
 from asyncllm.config import EngineArgs
 from asyncllm.engine.adapters import AdapterManager
@@ -33,6 +35,29 @@ def test_adapter_slots_are_freed_although_the_engine_has_their_store() -> None:
     gc.collect()
     assert [each() for each in freed] == [None] * len(freed)
     manager.check_integrity()  # which knows how many there were
+
+
+def test_a_closed_engines_last_step_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited for the host, and is in a frame of the engine's task, whose end has a traceback."""
+    is_freed = []
+
+    def close(self: Worker) -> None:
+        runner = weakref.ref(self.runner)
+        closed(self)
+        gc.collect()
+        is_freed.append(runner() is None)
+
+    closed = Worker.close
+    monkeypatch.setattr(Worker, "close", close)
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
+
+    async def main() -> None:
+        async with AsyncLLMEngine("tiny", **SMALL) as engine:
+            await engine.generate("Answer:", params)
+            await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    assert is_freed == [True]
 
 
 def test_a_construction_that_fails_late_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
