@@ -16,14 +16,15 @@ import torch
 import triton
 import triton.language as tl
 
-TILE = 64  # keys that a program takes at a time
+TILE, NUM_WARPS = 64, 4  # keys that a program takes at a time
+FP8_TILE, FP8_NUM_WARPS = 32, 2
 TILE_ELEMENTS = 8192  # its head_dims together, at most: two tiles in flight are then 64 KiB
 PROGRAMS_PER_SM = 4  # some resident, some to follow: rows of different lengths then balance
 MAX_SPLITS = 64  # one program merges them in one go
 MAX_GROUP = 32  # query heads of a program: what registers and a 4090's on-chip memory hold
 MIN_DOT = 16  # the least side of a tensor-core product
-FP8_FACTORS = {torch.float8_e4m3fn: 2.0**8, torch.float8_e5m2: 1.0}  # of what `_halves` gives
-NUM_WARPS, NUM_STAGES = 4, 3  # stages: two tiles in flight
+PER_WORD = 4  # numbers in FP8
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 LOG2_E = 1.4426950408889634  # scores are of base 2: their scale has this factor
 
 
@@ -38,22 +39,22 @@ def start_softmax(HEADS: tl.constexpr, DIM: tl.constexpr):
 
 
 @triton.jit
-def add_tile(scores, values, best, total, acc):
-    """The same after a tile: scores [HEADS, TILE], of each head one finite; values [TILE, DIM]."""
+def weigh_tile(scores, best, total):
+    """After a tile, scores [HEADS, TILE], of each head one finite: best, total, by how much acc
+    shrinks [HEADS, 1], and the weights of its values."""
     new_best = tl.maximum(best, tl.max(scores, axis=1))
     shrink = tl.exp2(best - new_best)
     weights = tl.exp2(scores - new_best[:, None])
-    total = total * shrink + tl.sum(weights, axis=1)
-    acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None])
-    return new_best, total, acc
+    return new_best, total * shrink + tl.sum(weights, axis=1), shrink[:, None], weights
 
 
 @triton.jit
-def add_sink(sinks, best, total, acc):
-    """The same after a score of each head that has no value: sinks [HEADS], of base 2."""
+def add_sink(sinks, best, total):
+    """best and total after a score of each head that has no value, and by how much `acc` shrinks.
+    sinks [HEADS], of base 2."""
     new_best = tl.maximum(best, sinks)
     shrink = tl.exp2(best - new_best)
-    return new_best, total * shrink + tl.exp2(sinks - new_best), acc * shrink[:, None]
+    return new_best, total * shrink + tl.exp2(sinks - new_best), shrink
 
 
 @triton.jit
@@ -71,27 +72,13 @@ def soft_cap_log2(soft_cap: float | None) -> float | None:
 
 
 @triton.jit
-def _halves(words, E5M2: tl.constexpr):
-    """FP8 numbers, four to a word, as float16: [TILE, N] -> [TILE, 4 * N]. Those of E4M3 times
-    2**-8, as its exponents count from 7 and float16's from 15; a NaN is a number. Of four the
-    middle ones change places (`_dim`). Converted as operands of a product, they would be read from
-    shared memory byte by byte."""
-    words = words.to(tl.uint32, bitcast=True)
-    pairs = tl.join(words << 8, words)  # the first and third of four, the second and fourth
+def _piece(words, PIECE: tl.constexpr, E5M2: tl.constexpr):
+    """Of words of four FP8 numbers those at PIECE, as float16. As operands of products they would
+    be read from shared memory byte by byte if they were loaded as bytes."""
+    bits = (words.to(tl.uint32, bitcast=True) >> (8 * PIECE)).to(tl.uint8)
     if E5M2:
-        pairs &= 0xFF00FF00
-    else:
-        pairs = (pairs & 0x80008000) | ((pairs & 0x7F007F00) >> 1)
-    bits = tl.join((pairs & 0xFFFF).to(tl.uint16), (pairs >> 16).to(tl.uint16))
-    return tl.reshape(bits, (words.shape[0], 4 * words.shape[1])).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def _dim(column, PER_WORD: tl.constexpr):
-    """Of which dimension of a head a column of q, k and v is."""
-    if PER_WORD == 1:
-        return column
-    return (column & ~3) | ((column & 1) << 1) | ((column >> 1) & 1)
+        return bits.to(tl.float8e5, bitcast=True).to(tl.float16)
+    return bits.to(tl.float8e4nv, bitcast=True).to(tl.float16)
 
 
 @triton.jit
@@ -115,7 +102,9 @@ def _attend_split(
     E5M2: tl.constexpr,
 ):  # fmt: skip
     """One split of a row and group of heads. WHOLE: there is no other, this is the row's output.
-    PER_WORD: numbers to an element of the cache, whose strides are of elements: FP8 comes in words.
+
+    PER_WORD: numbers to an element of the cache, whose strides are of elements: 1, or 4 in FP8.
+    Then q, values and outputs are in four pieces, each of every fourth dimension.
     """
     group = tl.program_id(0)  # fastest: neighbours read neighbouring bytes of a page
     row = tl.program_id(1)
@@ -131,23 +120,28 @@ def _attend_split(
     parts: tl.constexpr = tl.cdiv(GROUP, GROUP_PADDED)
     kv_head = group // parts
     member = group % parts * GROUP_PADDED + tl.arange(0, GROUP_PADDED)
-    column = _dim(tl.arange(0, DIM_PADDED), PER_WORD)
+    WORDS: tl.constexpr = HEAD_DIM // PER_WORD
+    word = tl.arange(0, DIM_PADDED // PER_WORD)
     head = kv_head * GROUP + member
-    in_q = (member < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
-    in_row = head[:, None] * HEAD_DIM + column[None, :]
-    q = tl.load(q_ptr + row * q_stride + in_row, in_q, other=0.0)
-    if PER_WORD > 1:
+    in_q = (member < GROUP)[:, None] & (word < WORDS)[None, :]
+    in_row = head[:, None] * HEAD_DIM + word[None, :] * PER_WORD
+    q_ptr += row * q_stride + in_row
+    q = tl.load(q_ptr, in_q, other=0.0)
+    if PER_WORD == 4:
         q = q.to(tl.float16)
+        q1 = tl.load(q_ptr + 1, in_q, other=0.0).to(tl.float16)
+        q2 = tl.load(q_ptr + 2, in_q, other=0.0).to(tl.float16)
+        q3 = tl.load(q_ptr + 3, in_q, other=0.0).to(tl.float16)
     if HAS_SLOPES:
         slopes = tl.load(slopes_ptr + head, member < GROUP, other=0.0) * LOG2_E
 
-    WORDS: tl.constexpr = HEAD_DIM // PER_WORD  # of a head
-    word = tl.arange(0, DIM_PADDED // PER_WORD)
     cache = cache_ptr + kv_head * WORDS + word[None, :]
     table = tables_ptr + row * table_stride
     token = start * TILE + tl.arange(0, TILE)
     page = tl.load(table + token // BLOCK_SIZE, token < length, other=0)
-    best, total, acc = start_softmax(GROUP_PADDED, DIM_PADDED)
+    best, total, acc = start_softmax(GROUP_PADDED, DIM_PADDED // PER_WORD)
+    if PER_WORD == 4:
+        acc1, acc2, acc3 = acc, acc, acc
     for _ in range(start, end):
         seen = token < length
         distance = token - (length - 1)
@@ -156,32 +150,51 @@ def _attend_split(
         offset = (token % BLOCK_SIZE) * (NUM_KV_HEADS * WORDS)
         key = cache + (page.to(tl.int64) * page_stride + offset)[:, None]
         in_cache = seen[:, None] & (word < WORDS)[None, :]
-        k = tl.load(key, in_cache, other=0)  # [TILE, DIM_PADDED], or its words
+        k = tl.load(key, in_cache, other=0)  # [TILE, DIM_PADDED], or their words
         v = tl.load(key + kv_stride, in_cache, other=0)
         # The next tile's pages already: its keys can then be fetched while this one is computed.
         token += TILE
         page = tl.load(table + token // BLOCK_SIZE, token < length, other=0)
 
-        if PER_WORD > 1:
-            k, v = _halves(k, E5M2), _halves(v, E5M2)
-        scores = scaled_scores(tl.dot(q, tl.trans(k)), scale_log2, SOFT_CAP_LOG2)
+        if PER_WORD == 1:
+            products = tl.dot(q, tl.trans(k))
+        else:
+            products = tl.dot(q, tl.trans(_piece(k, 0, E5M2)))
+            products = tl.dot(q1, tl.trans(_piece(k, 1, E5M2)), products)
+            products = tl.dot(q2, tl.trans(_piece(k, 2, E5M2)), products)
+            products = tl.dot(q3, tl.trans(_piece(k, 3, E5M2)), products)
+        scores = scaled_scores(products, scale_log2, SOFT_CAP_LOG2)
         if HAS_SLOPES:
             scores += slopes[:, None] * distance[None, :]
         scores = tl.where(seen[None, :], scores, float("-inf"))
         # Finite from the first tile on: every tile of a split holds a key that is seen.
-        best, total, acc = add_tile(scores, v, best, total, acc)
+        best, total, shrink, weights = weigh_tile(scores, best, total)
+        weights = weights.to(q.dtype)
+        if PER_WORD == 1:
+            acc = tl.dot(weights, v, acc * shrink)
+        else:
+            acc = tl.dot(weights, _piece(v, 0, E5M2), acc * shrink)
+            acc1 = tl.dot(weights, _piece(v, 1, E5M2), acc1 * shrink)
+            acc2 = tl.dot(weights, _piece(v, 2, E5M2), acc2 * shrink)
+            acc3 = tl.dot(weights, _piece(v, 3, E5M2), acc3 * shrink)
 
     if HAS_SINKS:  # once in a row: in its first split
         has_sink = (member < GROUP) & (split == 0)
         sinks = tl.load(sinks_ptr + head, has_sink, other=float("-inf")).to(tl.float32)
-        best, total, acc = add_sink(sinks * LOG2_E, best, total, acc)
-    acc = acc * v_scale / total[:, None]
+        best, total, shrink = add_sink(sinks * LOG2_E, best, total)
+        v_scale *= shrink
+    factor = (v_scale / total)[:, None]
     if WHOLE:
-        tl.store(out_ptr + row * out_stride + in_row, acc.to(out_ptr.dtype.element_ty), in_q)
+        to_ptr = out_ptr + row * out_stride + in_row
     else:
         part = (row * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
-        tl.store(partial_ptr + part[:, None] * HEAD_DIM + column[None, :], acc, in_q)
+        to_ptr = partial_ptr + part[:, None] * HEAD_DIM + word[None, :] * PER_WORD
         tl.store(lse_ptr + part, best + tl.log2(total), member < GROUP)
+    tl.store(to_ptr, (acc * factor).to(to_ptr.dtype.element_ty), in_q)
+    if PER_WORD == 4:
+        tl.store(to_ptr + 1, (acc1 * factor).to(to_ptr.dtype.element_ty), in_q)
+        tl.store(to_ptr + 2, (acc2 * factor).to(to_ptr.dtype.element_ty), in_q)
+        tl.store(to_ptr + 3, (acc3 * factor).to(to_ptr.dtype.element_ty), in_q)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -243,17 +256,14 @@ def paged_decode(
     group = num_heads // num_kv_heads
     group_padded = min(MAX_GROUP, max(MIN_DOT, triton.next_power_of_2(group)))
     num_groups = num_kv_heads * triton.cdiv(group, group_padded)
-    dim_padded = max(MIN_DOT, triton.next_power_of_2(head_dim))
-    tile = min(TILE, TILE_ELEMENTS // dim_padded)
+    is_fp8 = cache.dtype in FP8_DTYPES
+    per_word = PER_WORD if is_fp8 else 1
+    elements = cache.view(torch.int32) if is_fp8 else cache
+    dim_padded = max(MIN_DOT * per_word, triton.next_power_of_2(head_dim))
+    tile = min(FP8_TILE if is_fp8 else TILE, TILE_ELEMENTS // dim_padded)
     num_splits = _num_splits(
         num_rows * num_groups, block_tables.shape[1] * block_size, window, tile, num_sms
     )
-    k_scale, v_scale = kv_scales
-    per_word = 1
-    if cache.dtype in FP8_FACTORS:
-        k_scale, v_scale = (scale * FP8_FACTORS[cache.dtype] for scale in kv_scales)
-        per_word = 4
-    elements = cache.view(torch.int32) if per_word == 4 else cache
     partial = lse = None
     if num_splits > 1:
         parts = (num_rows, num_heads, num_splits)
@@ -262,14 +272,14 @@ def paged_decode(
     _attend_split[(num_groups, num_rows, num_splits)](
         q, elements, block_tables, positions, sinks, slopes, out, partial, lse,
         q.stride(0), block_tables.stride(0), elements.stride(0), elements.stride(1), out.stride(0),
-        scale * k_scale * LOG2_E, v_scale, num_splits,
+        scale * kv_scales[0] * LOG2_E, kv_scales[1], num_splits,
         NUM_KV_HEADS=num_kv_heads, GROUP=group, GROUP_PADDED=group_padded,
         HEAD_DIM=head_dim, DIM_PADDED=dim_padded, BLOCK_SIZE=block_size,
         TILE=tile, WINDOW=window, SOFT_CAP_LOG2=soft_cap_log2(soft_cap),
         HAS_SINKS=sinks is not None, HAS_SLOPES=slopes is not None,
         LOG2_E=LOG2_E, WHOLE=num_splits == 1, PER_WORD=per_word,
         E5M2=cache.dtype == torch.float8_e5m2,
-        num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        num_warps=FP8_NUM_WARPS if is_fp8 else NUM_WARPS, num_stages=3,  # two tiles in flight
     )  # fmt: skip
     if num_splits > 1:
         _merge_splits[(num_heads, num_rows)](
