@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.waiting import TEST_SECONDS
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench_host.py"
 ARGS = ["--streams", "3", "--steps", "20", "--device-ms", "1"]
 
 
+@pytest.mark.slow
 def test_it_measures_and_ends_in_a_json_line() -> None:
     done = subprocess.run(
         [sys.executable, SCRIPT, *ARGS],

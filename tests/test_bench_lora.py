@@ -23,6 +23,7 @@ def test_cases_share_engines() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_table_of_the_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:
     args = argparse.Namespace(
         model="tiny", load_format="dummy", cases=["off", "0x4", "2x4"], streams=3, tokens=3,

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from asyncllm.model_config import ModelConfig, resolve_model_path
@@ -32,6 +33,7 @@ def test_bytes_of_the_built_in_model():
     assert bench_step.step_bytes(model, untied, 3, 7) == weights + 21 * per_token - embedding
 
 
+@pytest.mark.slow
 def test_help_needs_no_device():
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--help"],

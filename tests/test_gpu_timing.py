@@ -25,6 +25,7 @@ def test_a_server_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -
         assert server.returncode == -9
 
 
+@pytest.mark.slow
 def test_shapes_over_http_need_a_tokenizer() -> None:
     command = [sys.executable, str(SCRIPTS / "gpu_shapes.py"), "http"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)

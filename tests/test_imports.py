@@ -57,6 +57,7 @@ def test_a_start_imports_no_compiler_and_no_model_classes() -> None:
     assert not modules_after(code) & set(STARTING)
 
 
+@pytest.mark.slow
 def test_a_start_on_cuda_knows_what_to_compile_without_a_compiler(tmp_path: Path) -> None:
     """It builds a model without memory, and for common families knows what one row multiplies.
     Torch's meta device imports a compiler for an embedding."""

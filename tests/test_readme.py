@@ -35,10 +35,12 @@ def run_python(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_application() -> None:
     assert "Paris" in run_python(block("application"))
 
 
+@pytest.mark.slow
 def test_batch() -> None:
     lines = run_python(block("batch")).splitlines()
     assert len(lines) == 8 and "4 + 4 = 8" in lines[4]

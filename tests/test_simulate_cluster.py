@@ -41,6 +41,7 @@ def test_a_small_cluster() -> None:
     assert all(best["ttft_p50"] <= each["ttft_p50"] for each in found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scripts")
 @pytest.mark.parametrize("policy", ["least load", "affinity"])
 def test_a_sample_is_like_the_whole(policy: str) -> None:

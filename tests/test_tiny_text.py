@@ -70,6 +70,7 @@ def test_every_kind_occurs() -> None:
     assert {shown.kind for shown in examples(1000)} == set(tiny_text.WEIGHTS)
 
 
+@pytest.mark.slow
 def test_nothing_held_out_is_trained_on() -> None:
     shown = examples(5000)
     assert not [key for one in shown for key in one.keys if tiny_text.is_held_out(key)]
@@ -85,6 +86,7 @@ def test_held_out_examples_hold_out_the_last_question(kind: str) -> None:
     assert len(set(keys)) == len(keys) > 10
 
 
+@pytest.mark.slow
 def test_sums_stay_held_out_as_steps_of_something_longer() -> None:
     reserved = {question(one) for one in held_out("arithmetic", 2000)}
     sums = {match[0] for asked in reserved for match in SUM.finditer(asked)}
@@ -96,6 +98,7 @@ def test_sums_stay_held_out_as_steps_of_something_longer() -> None:
     assert not large & seen
 
 
+@pytest.mark.slow
 def test_one_prompt_has_one_answer() -> None:
     answers: dict[str, str] = {}
     for one in examples(15000):

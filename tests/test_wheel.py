@@ -116,6 +116,7 @@ def test_the_wheel_has_every_file(wheel: Path) -> None:
         assert all(packed.read(name) == file.read_bytes() for name, file in files.items())
 
 
+@pytest.mark.slow
 def test_an_install_serves(python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)

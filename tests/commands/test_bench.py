@@ -59,6 +59,7 @@ def test_throughput(capsys: pytest.CaptureFixture[str]) -> None:
     assert result["conditions"]["model"].endswith("tiny-draft")
 
 
+@pytest.mark.slow
 def test_startup(capsys: pytest.CaptureFixture[str]) -> None:
     result = bench(capsys, "startup", "tiny", "--num-iters", "1")
     assert result["first_start_s"] == result["to_first_token_s"]["mean"]
@@ -66,6 +67,7 @@ def test_startup(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"load", "profile", "kv_cache"} <= result["phases_s"].keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["latency", "startup"])
 def test_a_folder_with_only_a_configuration(
     what: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -75,6 +77,7 @@ def test_a_folder_with_only_a_configuration(
     assert bench(capsys, *words, "--num-iters", "1", *SHAPE)["bench"] == what
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [

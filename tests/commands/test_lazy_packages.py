@@ -148,6 +148,7 @@ def said_by(program: str, *arguments: str) -> object:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_familys_tokenizer_does_not_read_all_models(tmp_path: Path) -> None:
     write_folder(tmp_path, byte_level(), bos="<s>", eos="</s>", model_type="qwen3")
     config = tmp_path / "tokenizer_config.json"
@@ -168,6 +169,7 @@ print(json.dumps([before, *same]))
     assert said_by(program, str(tmp_path)) == [False, True, True]
 
 
+@pytest.mark.slow
 def test_transformers_serves_while_lazy_and_then_runs_init() -> None:
     program = """
 import asyncio, json, sys

@@ -75,12 +75,14 @@ def prompt_lengths(errors: str) -> list[int]:
     return [int(number) for number in re.findall(r"\[(\d+) \+ \d+ tokens, first after", errors)]
 
 
+@pytest.mark.slow
 def test_quick_question(url: str) -> None:
     code, out, errors = run("chat", "--url", url, "-q", "What is 2 + 2?", "--stats")
     assert code == 0 and out.strip() and out.endswith("\n")
     assert prompt_lengths(errors) == [16]
 
 
+@pytest.mark.slow
 def test_piped_lines_are_one_conversation(url: str) -> None:
     prompts = ["--url", url, "--model-name", "tiny", "--system-prompt", "You are brief.", "--stats"]
     code, out, errors = run("chat", *prompts, typed="What is 2 + 2?\n\nWhat is 2 + 2?\n")
@@ -91,6 +93,7 @@ def test_piped_lines_are_one_conversation(url: str) -> None:
     assert second > 2 * first - 10  # all before it, the answer too
 
 
+@pytest.mark.slow
 def test_complete(url: str) -> None:
     code, out, _ = run("complete", "--url", url, "-q", "Once upon a time", "--max-tokens", "3")
     assert code == 0 and 0 < len(out.split()) <= 3
@@ -98,6 +101,7 @@ def test_complete(url: str) -> None:
     assert code == 0 and len(out.splitlines()) >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -182,6 +186,7 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_program(url: str) -> None:
         screen.type("\x04")
 
 
+@pytest.mark.slow
 def test_without_a_server_there_is_no_prompt(url: str) -> None:
     for words, said in (
         (["--url", "http://127.0.0.1:1/v1"], "no server at http://127.0.0.1:1/v1"),
@@ -191,6 +196,7 @@ def test_without_a_server_there_is_no_prompt(url: str) -> None:
             assert ">" not in screen.wait_for(said)
 
 
+@pytest.mark.slow
 def test_commands(url: str) -> None:
     with on_terminal("chat", "--url", url, "--stats") as (screen, _):
 
@@ -291,6 +297,7 @@ async def answers(payload: bytes, status: int = 200) -> list[dict[str, Any]]:
         await runner.cleanup()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("payload", "status", "words"),
     [

@@ -47,6 +47,7 @@ def test_each_flag_of_vllm_has_its_place() -> None:
     assert set(SHORT.values()) <= ROWS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", ROWS.values(), ids=ROWS)
 def test_what_is_accepted_changes_nothing(flag: VllmFlag) -> None:
     for value in flag.accepted:

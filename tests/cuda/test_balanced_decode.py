@@ -116,6 +116,7 @@ class Case:
         return torch.stack(outs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LENGTHS)
 @pytest.mark.parametrize("shape", TIERS)
 def test_equals_the_reference(shape: str, name: str, compiled: Compiled) -> None:
@@ -134,6 +135,7 @@ def normed(layer: AttentionLayer) -> AttentionLayer:
     return replace(layer, head_norm=HeadNorm(weights[0], weights[1], 1e-6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["one", "beyond", "uneven", "many", "fewer tiles than shares"])
 @pytest.mark.parametrize("shape", TIERS)
 def test_from_the_projection_on(shape: str, name: str, compiled: Compiled) -> None:
@@ -164,6 +166,7 @@ def test_from_the_projection_on(shape: str, name: str, compiled: Compiled) -> No
     assert (ours.double() - expected).norm() < 0.01 * expected.norm()
 
 
+@pytest.mark.slow
 def test_the_order_of_threads_changes_nothing(compiled: Compiled) -> None:
     """One launch after another, each with its own order: bit for bit the same."""
     case = Case("gqa", compiled, num_blocks=3)
@@ -173,6 +176,7 @@ def test_the_order_of_threads_changes_nothing(compiled: Compiled) -> None:
         assert torch.equal(case.ours(q, LENGTHS["uneven"]), first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_blocks", [1, 2, 7])
 @pytest.mark.parametrize("shape", [tier for tier in TIERS if "mha-64" not in str(tier)])
 def test_parts_of_a_row_in_several_blocks(shape: str, num_blocks: int, compiled: Compiled) -> None:
@@ -187,6 +191,7 @@ def test_parts_of_a_row_in_several_blocks(shape: str, num_blocks: int, compiled:
     assert torch.equal(case.ours(q, lengths), first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_rows", [0, 1, 5])
 def test_padding_rows_are_left_alone(num_rows: int, compiled: Compiled) -> None:
     case = Case("gqa", compiled, num_blocks=3)

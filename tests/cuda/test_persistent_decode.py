@@ -191,6 +191,7 @@ def test_equals_the_layers(
     check_against_layers(compiled, tmp_path, name, positions, num_blocks)
 
 
+@pytest.mark.slow
 def test_equals_the_layers_of_one_model(
     compiled: Callable[[tuple[str, ...]], Any], tmp_path: Path
 ) -> None:
@@ -278,6 +279,7 @@ def compile_impatient(folder: Path, flags: tuple[str, ...]) -> Any:
     return compile_for_cpu(KERNEL, flags, folder / "impatient.so", source)
 
 
+@pytest.mark.slow
 def test_a_step_that_waits_in_vain_fails_its_rows_and_no_later_one(
     compiled: Callable[[tuple[str, ...]], Any], tmp_path: Path
 ) -> None:

@@ -128,6 +128,7 @@ def margins(outputs: list[RequestOutput]) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_the_same_tokens_as_by_the_layers(kernel: RecordedLaunch, folder: Path) -> None:
     by_layers, kernels = answers(folder, attention_backend="torch")
     assert kernels == {"layers": [2, 12]}

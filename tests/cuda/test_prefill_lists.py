@@ -94,6 +94,7 @@ STEPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(4, 128), (3, 64)])
 def test_each_tile_is_for_the_block_with_the_least_to_do(

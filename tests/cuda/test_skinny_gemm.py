@@ -50,6 +50,7 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -70,6 +71,7 @@ def test_a_product_by_a_factor_and_with_a_bias(
     torch.testing.assert_close(ours.float(), exact, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_sum_and_its_norm(function: Any, shape: tuple[int, int, int], rows: int) -> None:
@@ -99,6 +101,7 @@ def test_a_row_does_not_depend_on_its_neighbours(function: Any) -> None:
             assert torch.equal(kernel.linear(Normed(x[:rows]), weight, None), whole[:rows])
 
 
+@pytest.mark.slow
 def test_nobody_overtakes_who_still_reads(function: Any) -> None:
     """Groups of one slice, which are soon over."""
     weight, x = random(320, 512), random(32, 512)

@@ -132,6 +132,7 @@ async def _check_disconnect(server: Server, engine: Any) -> None:
     assert engine.stats().num_used_pages == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["uni", pytest.param("mp", marks=pytest.mark.slow)])
 def test_the_surface(backend: str, tmp_path: Path) -> None:
     adapter = write_tiny_adapter(tmp_path / "it", 1)

@@ -185,6 +185,7 @@ def test_random_worlds(seed: int) -> None:
     assert all(router.load(rank) == 0 for rank in range(num_ranks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_nobody_starves_nor_drowns(seed: int) -> None:
     """All clients send the same prompt: no engine has more than its bound above the least."""

@@ -87,6 +87,7 @@ def test_answers_equal_one_engines(backend: str) -> None:
     run(main())
 
 
+@pytest.mark.slow
 @both
 def test_a_conversation_stays_where_it_is_cached(backend: str) -> None:
     async def main() -> None:
@@ -134,6 +135,7 @@ async def _end_of(engine: AsyncLLMEngine, name: str) -> str | None:
     return (await engine.generate("Hello", ENDLESS, name)).outputs[0].finish_reason
 
 
+@pytest.mark.slow
 @both
 def test_an_adapter_is_on_all_of_them(backend: str, tmp_path: Path) -> None:
     adapter = LoRARequest("it", lora_path=write_tiny_adapter(tmp_path / "it", 1))
@@ -190,6 +192,7 @@ def test_a_lost_device_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> Non
     run(main())
 
 
+@pytest.mark.slow
 @both
 def test_a_snapshot_is_of_both(backend: str) -> None:
     async def main() -> None:

@@ -45,6 +45,7 @@ async def check_free(engine: AsyncLLMEngine) -> None:
     await settle(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_turns", [0, 1, 5])
 def test_while_the_engine_starts(num_turns: int) -> None:
     async def main() -> None:
@@ -85,6 +86,7 @@ def test_before_it_is_awaited() -> None:
     run(main())
 
 
+@pytest.mark.slow
 def test_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_async, begun, go = GrammarCompiler.compile_async, asyncio.Event(), asyncio.Event()
 
@@ -108,6 +110,7 @@ def test_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends_first", [False, True], ids=["encoding", "encoded in that turn"])
 def test_while_a_thread_encodes_its_text(ends_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     token_ids, begun, go = PromptEncoder.token_ids, threading.Event(), threading.Event()
@@ -157,6 +160,7 @@ def test_a_sink_hears_of_it() -> None:
     run(main())
 
 
+@pytest.mark.slow
 def test_ids_that_do_not_exist_are_not_remembered() -> None:
     async def main() -> None:
         engine = small_engine()

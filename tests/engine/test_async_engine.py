@@ -222,6 +222,7 @@ def test_awaited_again_or_after_a_loop() -> None:
     run(main())
 
 
+@pytest.mark.slow
 def test_all_prompt_forms_are_the_same_prompt() -> None:
     async def main() -> None:
         async with small_engine() as engine:
@@ -253,6 +254,7 @@ def test_metrics_are_ordered() -> None:
     run(main())
 
 
+@pytest.mark.slow
 def test_n_answers_share_the_prompt_and_differ() -> None:
     async def main() -> None:
         async with small_engine() as engine:
@@ -297,6 +299,7 @@ def test_leaving_the_loop_early_frees_the_request() -> None:
     run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after_s", [0.0, 0.02, 0.2])
 def test_cancelling_the_awaiting_task_frees_the_request(after_s: float) -> None:
     async def main() -> None:

@@ -155,6 +155,7 @@ async def run_engine(reference: Reference, regime: dict[str, Any], searches: lis
         return outputs[len(alone) :], engine.stats()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regime", REGIMES)
 def test_beams_equal(regime: str, reference: Reference) -> None:
     searches = list(SEARCHES) if regime == "roomy" else ["plain", "long-never"]

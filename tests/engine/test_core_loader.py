@@ -127,6 +127,7 @@ def test_closed_even_if_the_loop_has_ended(workshop: Workshop) -> None:
     assert workshop.events == ["worker 0 begun", "worker 0 made", "worker 0 closed"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_llm_closes_what_it_was_loading(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -156,6 +157,7 @@ def test_an_interrupted_llm_closes_what_it_was_loading(
     assert not caplog.records  # no task destroyed while pending
 
 
+@pytest.mark.slow
 def test_a_start_after_a_cancelled_one_loads_when_the_first_is_closed(workshop: Workshop) -> None:
     async def main() -> None:
         engine = small_engine()
@@ -174,6 +176,7 @@ def test_a_start_after_a_cancelled_one_loads_when_the_first_is_closed(workshop: 
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_cancelled_aclose_goes_on(workshop: Workshop) -> None:
     async def main() -> None:
         workshop.go.set()

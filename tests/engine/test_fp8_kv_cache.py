@@ -83,6 +83,7 @@ def rounded_cache(reference: Any, dtype: torch.dtype, scales: KVScales) -> Itera
         reference.set_attn_implementation("sdpa")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("calculate", [False, True])
 def test_answers_are_those_of_rounded_keys_and_values(
@@ -100,6 +101,7 @@ def test_answers_are_those_of_rounded_keys_and_values(
         expect_answers(outputs, reference, BOUND)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regime", REGIMES)
 def test_the_same_tokens_in_every_regime(regime: str, model: tuple[Path, Any]) -> None:
     expected = asyncio.run(answers(model[0], kv_cache_dtype="fp8", **ROOMY))
@@ -142,6 +144,7 @@ def with_scales(folder: Path, model: Path, tensors: dict[str, torch.Tensor]) -> 
     return folder
 
 
+@pytest.mark.slow
 def test_scales_of_the_checkpoint(tmp_path: Path, model: tuple[Path, Any]) -> None:
     tensors = {
         "model.layers.0.self_attn.k_scale": torch.tensor(0.25),

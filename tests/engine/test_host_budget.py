@@ -144,18 +144,21 @@ async def running(num_rows: int) -> Host:
     return host
 
 
+@pytest.mark.slow
 def test_calls_per_token_have_a_ceiling() -> None:
     calls = asyncio.run(_calls(256))
     for phase, ceiling in CALLS_PER_TOKEN.items():
         assert 0 < calls[phase] <= ceiling, f"{phase}: {calls[phase]:.2f} calls per token"
 
 
+@pytest.mark.slow
 def test_calls_per_token_do_not_grow_with_the_batch() -> None:
     few, many = asyncio.run(_calls(64)), asyncio.run(_calls(256))
     for phase in CALLS_PER_TOKEN:
         assert many[phase] <= 1.05 * few[phase] + 0.05, f"{phase}: {few[phase]} to {many[phase]}"
 
 
+@pytest.mark.slow
 def test_who_leaves_and_who_joins_costs_no_call_per_row() -> None:
     few, many = calls_to_plan_changes(64), calls_to_plan_changes(256)
     assert many - few < 1.2 * (256 - 64), "about 14 for each row that begins a page, no other"
@@ -227,6 +230,7 @@ async def _calls(num_rows: int) -> dict[str, float]:
     return await (await running(num_rows)).count_calls()
 
 
+@pytest.mark.slow
 def test_cost_does_not_grow_with_the_history() -> None:
     async def test() -> None:
         host = await running(64)

@@ -114,6 +114,7 @@ def no_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- grammars ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_all_ways_to_run_give_the_tokens_that_the_grammar_allows(
     monkeypatch: pytest.MonkeyPatch, jumps: list[int]
 ) -> None:
@@ -136,6 +137,7 @@ def test_all_ways_to_run_give_the_tokens_that_the_grammar_allows(
     assert generate(requests) == together and not jumps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jumping", [True, False])
 def test_masked_rows_are_the_same_sampled_plainly_and_in_full(
     monkeypatch: pytest.MonkeyPatch, jumping: bool
@@ -154,6 +156,7 @@ def test_masked_rows_are_the_same_sampled_plainly_and_in_full(
     assert len(in_full) > 10
 
 
+@pytest.mark.slow
 def test_jumps_of_a_real_grammar_change_no_token(
     monkeypatch: pytest.MonkeyPatch, jumps: list[int]
 ) -> None:
@@ -180,6 +183,7 @@ def test_jumps_of_a_real_grammar_change_no_token(
     assert generate(requests) == expected and not jumps
 
 
+@pytest.mark.slow
 def test_each_of_n_answers_has_a_grammar_of_its_own(jumps: list[int]) -> None:
     params = by(automaton(3), SEEDED, n=3)
     (answers,) = generate([(PROMPTS[1], params)])
@@ -191,6 +195,7 @@ def test_each_of_n_answers_has_a_grammar_of_its_own(jumps: list[int]) -> None:
     assert [answers] == generate([(PROMPTS[1], params)], async_scheduling=False)
 
 
+@pytest.mark.slow
 def test_logprobs_are_given_for_each_token_so_nothing_jumps(jumps: list[int]) -> None:
     async def main() -> None:
         async with AsyncLLMEngine("tiny") as engine:
@@ -246,6 +251,7 @@ class Boom(Automaton):
         return super().forced_tokens()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["accept", "fill", "forced_tokens"])
 @pytest.mark.parametrize("async_scheduling", [True, False], ids=["ahead", "synchronous"])
 def test_a_grammar_that_raises_ends_its_own_request(where: str, async_scheduling: bool) -> None:
@@ -268,6 +274,7 @@ def test_a_grammar_that_raises_ends_its_own_request(where: str, async_scheduling
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_all_rows_of_a_step_are_done_in_one_call() -> None:
     sizes: list[int] = []
     fails = False
@@ -311,6 +318,7 @@ def test_all_rows_of_a_step_are_done_in_one_call() -> None:
 # --- the overlap ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_host_rows_run_one_ahead_and_others_pay_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     verbs: list[str] = []
 
@@ -368,6 +376,7 @@ def test_clients_are_told_of_a_step_while_the_masks_of_the_next_are_filled() -> 
     assert [[asyncio.run(main())]] == generate([(PROMPTS[1], plain)])
 
 
+@pytest.mark.slow
 def test_a_request_aborted_while_its_grammar_speaks_leaves_nothing() -> None:
     async def main() -> None:
         async with AsyncLLMEngine("tiny") as engine:
@@ -388,6 +397,7 @@ def test_a_request_aborted_while_its_grammar_speaks_leaves_nothing() -> None:
     assert outputs == generate([(PROMPTS[0], by(automaton(1, 0.7), GREEDY))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("async_scheduling", [True, False], ids=["ahead", "synchronous"])
 def test_a_sampling_that_cannot_be_launched_ends_the_step_and_not_the_engine(
     async_scheduling: bool, monkeypatch: pytest.MonkeyPatch

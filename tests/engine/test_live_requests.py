@@ -68,6 +68,7 @@ class FailingOutputs:
         return self.process(updates, *rest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [SEARCH, SHORT], ids=["beam search", "by its length"])
 def test_what_ended_in_a_step_whose_outputs_fail_ends_once(params: SamplingParams) -> None:
     """With the error, a search too, of which all beams' requests have ended."""
@@ -120,6 +121,7 @@ def test_a_search_that_waits_outlives_a_failed_step(monkeypatch: pytest.MonkeyPa
     run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends_by", ["abort", "too long a wait"])
 def test_a_search_that_waits_ends_with_its_beams(
     monkeypatch: pytest.MonkeyPatch, ends_by: str
@@ -161,6 +163,7 @@ def test_a_search_of_which_a_beam_fails_does_so_under_its_own_name() -> None:
     run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 1, -1], ids=["first", "text", "last"])
 def test_a_sink_that_raises_hurts_its_own_request_only(failing: int) -> None:
     """failing: which call raises; with -1 that of the last output."""
@@ -194,6 +197,7 @@ def test_a_sink_that_raises_hurts_its_own_request_only(failing: int) -> None:
     run(main())
 
 
+@pytest.mark.slow
 def test_a_sink_that_raises_when_its_request_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with small_engine(max_num_seqs=1) as engine:

@@ -104,6 +104,7 @@ def test_the_progress_bar_counts_prompts(llm: LLM, capsys: pytest.CaptureFixture
     assert "3/3" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_script_that_never_closes_ends_quietly() -> None:
     code = (
         "from asyncllm import LLM\n"
@@ -114,6 +115,7 @@ def test_a_script_that_never_closes_ends_quietly() -> None:
     assert (end.stdout, end.stderr) == ("1\n", "")
 
 
+@pytest.mark.slow
 def test_a_collected_llm_leaves_no_thread() -> None:
     llm = LLM("tiny", num_gpu_blocks_override=64, swap_space=0)
     thread = llm._thread

@@ -243,6 +243,7 @@ def test_engines_step_together_and_every_text_is_the_oracles() -> None:
     assert not missing, f"never happened: {missing}; did: {dict(seen)}"
 
 
+@pytest.mark.slow
 def test_a_seed_of_today() -> None:
     seed = secrets.randbelow(2**31)
     print(f"random seed {seed}: run_sets({seed}, 1)")

@@ -75,6 +75,7 @@ class Callables:
 # --- a request's own -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @MODES
 def test_they_see_all_tokens_and_change_only_their_own_row(ahead: bool) -> None:
     requests = [
@@ -135,6 +136,7 @@ def nothing_left(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
     return logits.fill_(float("-inf"))
 
 
+@pytest.mark.slow
 @MODES
 @pytest.mark.parametrize(
     ("processor", "message"),
@@ -211,6 +213,7 @@ def favouring(token_id: int, **changes: Any) -> SamplingParams:
     return replace(GREEDY, extra_args={"favour": token_id}, **changes)
 
 
+@pytest.mark.slow
 @MODES
 def test_a_class_sees_the_rows_that_need_it(ahead: bool) -> None:
     requests = [

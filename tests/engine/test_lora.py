@@ -94,6 +94,7 @@ async def ask_all(adapted: Adapted, **engine_args: Any) -> list[Answer]:
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regime", ["batched", "chunked", "swap", "recompute", "synchronous"])
 def test_equals_the_merged_models(adapted: Adapted, regime: str) -> None:
     args = REGIMES[regime]
@@ -113,6 +114,7 @@ def test_equals_the_merged_models(adapted: Adapted, regime: str) -> None:
         assert stats.prefix_cache_hits > 0
 
 
+@pytest.mark.slow
 def test_one_slot_for_two_adapters(adapted: Adapted) -> None:
     """They take turns, and host memory holds one at a time."""
     answers = asyncio.run(ask_all(adapted, **REGIMES["batched"], max_loras=1))
@@ -155,6 +157,7 @@ WIDE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WIDE)
 def test_every_family_and_target(case: str, tmp_path: Path) -> None:
     """Two adapters of everything, and none, in one chunked batch."""
@@ -208,6 +211,7 @@ MAGNITUDES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*SAVED, *MAGNITUDES])
 def test_whole_weights_and_magnitudes(case: str, tmp_path: Path) -> None:
     """One adapter has them, the other has none, and some rows have no adapter."""

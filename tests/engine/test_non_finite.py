@@ -58,6 +58,7 @@ async def outcome(engine: AsyncLLMEngine, prompt: list[int], params: SamplingPar
     return output.outputs[0].token_ids
 
 
+@pytest.mark.slow
 @WAYS
 @pytest.mark.parametrize("async_scheduling", [True, False], ids=["ahead", "synchronous"])
 def test_only_the_poisoned_request_fails_and_its_pages_are_clean(
@@ -116,6 +117,7 @@ FORBIDDEN: list[tuple[SamplingParams, str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("async_scheduling", [True, False], ids=["ahead", "synchronous"])
 def test_who_forbids_every_token_is_told_so_and_costs_nobody_the_cache(
     async_scheduling: bool,
@@ -139,6 +141,7 @@ def test_who_forbids_every_token_is_told_so_and_costs_nobody_the_cache(
     asyncio.run(test())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("async_scheduling", [True, False], ids=["ahead", "synchronous"])
 def test_who_leaves_before_his_logits_are_seen_leaves_nothing_behind(
     async_scheduling: bool,

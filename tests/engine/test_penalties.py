@@ -86,6 +86,7 @@ def generate(asked: list[Request], *, at_once: bool = True, **args: Any) -> list
     return asyncio.run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, FILTERED], ids=["greedy", "filtered"])
 def test_as_defined(more: dict[str, Any]) -> None:
     asked = requests(**more)
@@ -95,12 +96,14 @@ def test_as_defined(more: dict[str, Any]) -> None:
     assert all(ours != without for ours, without in zip(defined, plain, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
 def test_whatever_becomes_of_a_sequence(name: str) -> None:
     asked = [*requests(**FILTERED), (PROMPTS[0], replace(BASE, seed=3, temperature=0.9))]
     assert generate(asked, **ENGINES[name]) == generate(asked, at_once=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 @pytest.mark.parametrize("budget", [16, 512])
 def test_counts_are_what_was_said(mode: str, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +133,7 @@ def test_counts_are_what_was_said(mode: str, budget: int, monkeypatch: pytest.Mo
     assert returned[True] and (mode == "recompute" or returned[False])
 
 
+@pytest.mark.slow
 def test_no_step_is_sampled_in_full_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     in_full = count_in_full(monkeypatch)
     generate(requests(**FILTERED))
@@ -146,6 +150,7 @@ def test_beside_rows_that_are_sampled_in_full() -> None:
     assert generate([edited]) == generate([(edited[0], in_python(edited[1]))])
 
 
+@pytest.mark.slow
 def test_tokens_that_are_forced() -> None:
     """Jumped over or sampled one by one, and beside others; `n` answers count for themselves."""
     grammar = StructuredOutputsParams(

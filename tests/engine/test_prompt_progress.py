@@ -110,6 +110,7 @@ class Crowd:
             assert ended[number] - self.came[number] <= most, request.request_id
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(60))
 def test_every_prompt_gets_on(seed: int) -> None:
     crowd, in_flight, ended = Crowd(seed), None, dict[int, int]()

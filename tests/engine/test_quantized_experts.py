@@ -75,6 +75,7 @@ def write_mixture(form: Format, folder: Path) -> Any:
     return reference
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SERVED)
 def test_a_mixture_answers_as_its_dequantised_weights(name: str, tmp_path: Path) -> None:
     with torch.inference_mode():
@@ -126,6 +127,7 @@ def test_a_scale_that_is_none_is_refused(tmp_path: Path) -> None:
         LLM(str(tmp_path), skip_tokenizer_init=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", SCHEMES)
 @pytest.mark.parametrize("is_stacked", [False, True])
 def test_experts_are_quantised_while_they_load(

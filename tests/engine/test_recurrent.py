@@ -113,6 +113,7 @@ def test_tokens_and_logprobs_equal(name: str, regime: str, reference: Any) -> No
     asyncio.run(test())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regime", ["batched", "chunked"])
 @pytest.mark.parametrize("name", MODELS)
 def test_captured_steps(
@@ -147,6 +148,7 @@ def test_captured_steps(
     assert kind in {shape.kind for shape in replayed}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mamba2", "delta"])
 def test_a_shared_beginning_is_found_from_the_third_prompt_on(name: str, reference: Any) -> None:
     """The second shows where they part; its step keeps the state there."""
@@ -165,6 +167,7 @@ def test_a_shared_beginning_is_found_from_the_third_prompt_on(name: str, referen
     asyncio.run(test())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regime", ["batched", "synchronous", "chunked", "no-prefix-cache"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_second_turn_goes_on_from_the_first_ones_answer(

@@ -148,6 +148,7 @@ def check(answer: Answer, min_calls: int = 1) -> None:
         jsonschema.validate(json.loads(arguments), SCHEMAS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_special", [True, False])
 @pytest.mark.parametrize("name", FORMATS)
 def test_required_calls_are_read_back(name: str, is_special: bool) -> None:
@@ -165,6 +166,7 @@ def test_required_calls_are_read_back(name: str, is_special: bool) -> None:
             raise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_one_call(name: str) -> None:
     special = special_markers(name)

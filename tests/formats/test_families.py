@@ -371,6 +371,7 @@ def test_calls(name: str, text: str, calls: list[tuple[str, dict[str, Any]]]) ->
     assert (answer.content, answer.reasoning) == ("", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "text", "calls"), SAMPLES)
 def test_text_around_calls(name: str, text: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
     if name == "openai":

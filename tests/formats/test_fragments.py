@@ -27,6 +27,7 @@ def fragments(name: str) -> list[str]:
     return sorted(found) * 2 + COMMON + samples
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())

@@ -58,6 +58,7 @@ def num_calls(name: str, text: str, piece: int) -> int:
     return calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "unit"), CASES)
 def test_twice_the_text_is_twice_the_work(name: str, unit: str) -> None:
     size = LENGTH // 40
@@ -69,6 +70,7 @@ def test_twice_the_text_is_twice_the_work(name: str, unit: str) -> None:
         assert work[1] <= 2.2 * work[0] + 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "unit"), CASES)
 def test_what_is_kept_unread_is_short(
     name: str, unit: str, monkeypatch: pytest.MonkeyPatch
@@ -91,6 +93,7 @@ def test_what_is_kept_unread_is_short(
     assert longest < 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({name.split(" ")[0] for name in HOSTILE}))
 def test_a_large_text_of_everything_hostile(name: str) -> None:
     units = [unit for key, units in HOSTILE.items() if key.startswith(name) for unit in units]

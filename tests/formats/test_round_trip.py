@@ -43,6 +43,7 @@ CALL = st.tuples(st.just(TOOL.name), st.fixed_dictionaries({}, optional=KINDS))
 CUTS = st.lists(st.integers(1, 12), max_size=80)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 @settings(max_examples=25, deadline=None)
 @given(st.lists(CALL, min_size=1, max_size=3), CUTS, st.sampled_from(["", "Yes. "]))

@@ -126,6 +126,7 @@ def holds_texts(name: str) -> bool:
     return literal or isinstance(body, TaggedArguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_special", [True, False])
 @pytest.mark.parametrize("name", list(filter(holds_texts, TOOL_PARSERS)))
 def test_held_texts_are_read_back(name: str, is_special: bool) -> None:

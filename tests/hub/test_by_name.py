@@ -182,6 +182,7 @@ def environment(tmp_path: Path) -> Iterator[tuple[SmallHub, dict[str, str]]]:
         yield hub, {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
 
 
+@pytest.mark.slow
 def test_serve_by_name_and_no_request_downloads(
     environment: tuple[SmallHub, dict[str, str]],
 ) -> None:
@@ -211,6 +212,7 @@ def test_serve_by_name_and_no_request_downloads(
         assert len(hub.requests) == asked
 
 
+@pytest.mark.slow
 def test_offline_by_the_environment(environment: tuple[SmallHub, dict[str, str]]) -> None:
     hub, variables = environment
     variables["HF_HUB_OFFLINE"] = "1"
@@ -226,6 +228,7 @@ def test_offline_by_the_environment(environment: tuple[SmallHub, dict[str, str]]
     assert hub.requests == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_silent", [False, True])
 def test_ctrl_c_ends_a_download(
     environment: tuple[SmallHub, dict[str, str]], is_silent: bool

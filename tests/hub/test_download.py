@@ -240,6 +240,7 @@ def test_always_cut_it_fails_and_the_next_try_goes_on(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "said"), [("model.safetensors", "has the sha256 "), ("config.json", "has the sha1 ")]
 )
@@ -255,6 +256,7 @@ def test_other_contents_are_found_out(
     assert held(find_or_download(REPO, cache, ALL)) == TINY
 
 
+@pytest.mark.slow
 def test_a_list_of_a_million_files(hub: SmallHub, cache: Path) -> None:
     entry = '{"rfilename": "%07d.json", "size": 1, "blobId": "' + "a" * 40 + '"}'
     body = ",".join(entry % number for number in range(10**6))

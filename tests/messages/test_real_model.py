@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from anthropic import AsyncAnthropic, beta_async_tool
 
 from asyncllm import AsyncLLMEngine
@@ -20,6 +21,7 @@ ROME = {"role": "user", "content": "How is the weather in Rome today?"}
 FRANCE = {"role": "user", "content": "What is the capital of France?"}
 
 
+@pytest.mark.slow
 def test_the_tool_runner() -> None:
     """It asks for a conversation held by the server first, and goes on without."""
     asked: list[str] = []
@@ -50,6 +52,7 @@ def test_the_tool_runner() -> None:
     run(test())
 
 
+@pytest.mark.slow
 def test_what_the_model_says() -> None:
     async def test() -> None:
         engine = AsyncLLMEngine("tiny", max_model_len=512, max_num_seqs=2)

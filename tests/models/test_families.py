@@ -29,12 +29,14 @@ def pair(request, tmp_path_factory):
         return load(folder), reference(token_ids[None]).logits[0], token_ids
 
 
+@pytest.mark.slow
 def test_prefill_at_once(pair):
     model, expected, token_ids = pair
     logits = DenseSequence(model, len(token_ids)).logits(token_ids)
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.slow
 def test_chunks_then_token_by_token(pair):
     model, expected, token_ids = pair
     sequence = DenseSequence(model, num_prompt_tokens=20)

@@ -109,6 +109,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_weights_are_those_that_the_package_dequantises(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
@@ -200,6 +201,7 @@ def test_types_are_read_or_refused_by_name(kind: Any, tmp_path: Path) -> None:
     np.testing.assert_array_equal(GGUFCheckpoint(file).read("lm_head.weight").numpy(), expected)
 
 
+@pytest.mark.slow
 def test_a_file_is_served_with_its_own_tokenizer_and_template(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     file = tmp_path / "tiny.gguf"
@@ -215,6 +217,7 @@ def test_a_file_is_served_with_its_own_tokenizer_and_template(tmp_path: Path) ->
     assert answers[0] == answers[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 def test_frequencies_of_llama_3(factor: float, tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
@@ -293,6 +296,7 @@ def test_random_damage_and_every_early_end(small: bytes, tmp_path: Path) -> None
         refuse_or_read(file)
 
 
+@pytest.mark.slow
 def test_an_empty_cache_variable_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder is in the user's cache then, not where the process happens to be."""
     write_tiny(tmp_path / "m.gguf", gguf.GGMLQuantizationType.F32)

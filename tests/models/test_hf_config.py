@@ -120,6 +120,7 @@ def test_wrong_values_are_the_librarys_to_refuse(wrong: dict[str, Any], tmp_path
     assert str(ours.value) == str(reference.value)
 
 
+@pytest.mark.slow
 def test_the_short_way_is_short() -> None:
     code = (
         "import sys; from asyncllm.model_config import ModelConfig, BUILTIN_MODELS; "

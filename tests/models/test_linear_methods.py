@@ -126,6 +126,7 @@ def logits_of(model: CausalLM, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 # All layers; those of one block; one matrix, beside others of its block.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prefix", "num_matrices"),
     [("model.layers.", 21), ("model.layers.1.", 7), ("model.layers.0.mlp.down_proj", 1)],

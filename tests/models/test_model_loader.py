@@ -238,6 +238,7 @@ def test_dummy_weights_that_are_transformed_have_both_signs(name):
     assert view.mean().abs() < 0.001 and 0.015 < view.std() < 0.025
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_dummy_weights_of_quantised_checkpoints(tmp_path, name):
     """Where the checkpoint is, and where only its configuration is."""

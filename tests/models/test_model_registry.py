@@ -226,6 +226,7 @@ def test_old_style_rope_scaling_is_understood(tmp_path):
     torch.testing.assert_close(table[1], torch.cat((half.cos(), half.sin())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_forward_never_reads_a_value_on_the_host(tmp_path, name):
     """On the meta device tensors have no values: a host read or a shape from data would raise."""

@@ -42,6 +42,7 @@ def with_config(name: str, folder: Path, changes: dict[str, Any]) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
@@ -102,6 +103,7 @@ def scaled(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return change
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "suffix", "change", "words"),
     [
@@ -151,6 +153,7 @@ def test_tensors(
         assert word in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("field", "value"),
     [

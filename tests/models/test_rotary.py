@@ -70,6 +70,7 @@ def our_greedy(folder, prompt, num_tokens, chunk):
     return torch.cat(logits).argmax(dim=-1), torch.cat(logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [MAX_LEN, 5])
 @pytest.mark.parametrize("num_prompt_tokens", [4, ORIGINAL_WINDOW, ORIGINAL_WINDOW + 1, 30])
 def test_dynamic_equals_cached_generate_past_the_window(dynamic_folder, num_prompt_tokens, chunk):

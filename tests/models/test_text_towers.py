@@ -54,6 +54,7 @@ def _gemma() -> Any:
     return transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "make_config", "left_out"),
     [

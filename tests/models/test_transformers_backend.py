@@ -73,6 +73,7 @@ FAMILIES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_families_equal_transformers(architecture: str, tmp_path: Path) -> None:
     """Batched, chunked, with prefix hits and preemption."""
@@ -87,6 +88,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return cache(lambda name: Reference(name, tmp_path_factory.mktemp(name)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "regime"),
     [
@@ -251,6 +253,7 @@ def test_what_asyncllm_has_not_is_refused_where_it_is_asked_for(tmp_path: Path) 
         EngineArgs(str(tmp_path), model_impl="asyncllm").create_engine_config()
 
 
+@pytest.mark.slow
 def test_what_a_native_family_does_not_serve_falls_back(tmp_path: Path) -> None:
     """With its reason in the log and in doctor; refused where ours is asked for."""
     configs.random_model(GELU_LLAMA, "LlamaForCausalLM").save_pretrained(tmp_path)

@@ -14,6 +14,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
 
+import pytest
+
 from tests.page.browser import Chromium
 from tests.page.test_markdown import in_page
 
@@ -100,6 +102,7 @@ def canonical(html: str, shift: int) -> list[str]:
     return [part for part in texts if part != "="]
 
 
+@pytest.mark.slow
 def test_examples(chromium: Chromium) -> None:
     """Whole, and letter by letter."""
     texts = [markdown for _, markdown, _ in EXAMPLES]

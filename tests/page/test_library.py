@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.page.browser import Chromium, Tab
 from tests.page.test_chat_page import ANSWER, DONE, TEXT, run, say
 from tests.page.test_turns import turn
@@ -36,6 +38,7 @@ async def choose_file(opened: Tab, button: str, name: str, content: bytes) -> No
         await opened.until(f"document.querySelector('#{button}-file').value === ''")
 
 
+@pytest.mark.slow
 def test_find_and_rename(chromium: Chromium) -> None:
     async def test(opened: Tab, server: Upstream) -> None:
         await two_conversations(opened, server)
@@ -54,6 +57,7 @@ def test_find_and_rename(chromium: Chromium) -> None:
     run(chromium, test)
 
 
+@pytest.mark.slow
 def test_export_and_import(chromium: Chromium) -> None:
     """All that goes out comes in again, as more conversations; other files change nothing."""
 
@@ -91,6 +95,7 @@ def hostile(message: dict[str, Any]) -> bytes:
     return json.dumps(file).encode()
 
 
+@pytest.mark.slow
 def test_attach_a_text_file(chromium: Chromium) -> None:
     async def test(opened: Tab, server: Upstream) -> None:
         await opened.click("#prompt")
@@ -108,6 +113,7 @@ def test_attach_a_text_file(chromium: Chromium) -> None:
     run(chromium, test)
 
 
+@pytest.mark.slow
 def test_settings_show_the_servers_defaults(chromium: Chromium) -> None:
     async def test(opened: Tab, server: Upstream) -> None:
         await opened.press("s", "KeyS", modifiers=1)
@@ -120,6 +126,7 @@ def test_settings_show_the_servers_defaults(chromium: Chromium) -> None:
     run(chromium, test)
 
 
+@pytest.mark.slow
 def test_typing_goes_on_after_a_dialog(chromium: Chromium) -> None:
     """After Alt+S and Save, after Escape, and when nothing has the focus."""
 
@@ -143,6 +150,7 @@ def test_typing_goes_on_after_a_dialog(chromium: Chromium) -> None:
     run(chromium, test)
 
 
+@pytest.mark.slow
 def test_lost_connection_is_said_plainly(chromium: Chromium) -> None:
     async def test(opened: Tab, server: Upstream) -> None:
         server.will_say("Half", None)

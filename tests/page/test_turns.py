@@ -34,6 +34,7 @@ def contents(server: Upstream) -> list[str]:
     return [message["content"] for message in server.requests[-1]["messages"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1280])
 def test_edit_and_turn_back(chromium: Chromium, width: int) -> None:
     """An edit sends the message again; what was there can be turned to, and is kept."""
@@ -64,6 +65,7 @@ def test_edit_and_turn_back(chromium: Chromium, width: int) -> None:
     run(chromium, test)
 
 
+@pytest.mark.slow
 def test_edit_can_be_left(chromium: Chromium) -> None:
     async def test(opened: Tab, server: Upstream) -> None:
         await turn(opened, server, "One", "First.")
@@ -77,6 +79,7 @@ def test_edit_can_be_left(chromium: Chromium) -> None:
     run(chromium, test)
 
 
+@pytest.mark.slow
 def test_answers_at_one_place(chromium: Chromium) -> None:
     """Each regeneration is kept beside the others, and the one shown is what the model is told."""
 
@@ -101,6 +104,7 @@ def test_answers_at_one_place(chromium: Chromium) -> None:
     run(chromium, test)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1280])
 def test_keyboard_reaches_what_a_message_offers(chromium: Chromium, width: int) -> None:
     """Back from the message box with Shift and Tab, and what has the focus can be seen."""
@@ -122,6 +126,7 @@ def test_keyboard_reaches_what_a_message_offers(chromium: Chromium, width: int) 
     run(chromium, test)
 
 
+@pytest.mark.slow
 def test_delete_a_message(chromium: Chromium) -> None:
     """A question goes with its answer, at the second press."""
 
@@ -141,6 +146,7 @@ def test_delete_a_message(chromium: Chromium) -> None:
     run(chromium, test)
 
 
+@pytest.mark.slow
 def test_continue_a_stopped_answer(chromium: Chromium) -> None:
     async def test(opened: Tab, server: Upstream) -> None:
         server.will_say("One, *tw", None, "never seen")
@@ -166,6 +172,7 @@ def test_continue_a_stopped_answer(chromium: Chromium) -> None:
     run(chromium, test)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1280])
 def test_full_context(chromium: Chromium, width: int) -> None:
     """The gauge shows the server's count, warns, and leaves the oldest turns out at a press."""
@@ -201,6 +208,7 @@ def test_full_context(chromium: Chromium, width: int) -> None:
     run(chromium, test)
 
 
+@pytest.mark.slow
 def test_refused_for_its_length(chromium: Chromium) -> None:
     """A conversation that the server refuses goes on without its oldest turns."""
 

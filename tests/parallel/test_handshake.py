@@ -216,6 +216,7 @@ def test_what_is_no_handshake_ends_its_connection_alone(waiting: Waiting, sent: 
     expect_both_join(waiting)
 
 
+@pytest.mark.slow
 def test_who_is_slow_keeps_nobody_from_joining(
     waiting: Waiting, monkeypatch: pytest.MonkeyPatch
 ) -> None:

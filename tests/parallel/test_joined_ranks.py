@@ -162,6 +162,7 @@ def test_a_start_that_is_cancelled_while_ranks_are_waited_for(secret_file: str) 
         assert joined.wait(PATIENCE_SECONDS) == 0
 
 
+@pytest.mark.slow
 def test_a_worker_that_may_not_join_says_why(secret_file: str) -> None:
     port = free_port()
 

@@ -37,6 +37,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_quantised_weights_are_sliced_as_they_are(name: str, tmp_path: Path) -> None:
     with torch.inference_mode():
@@ -50,6 +51,7 @@ def test_quantised_weights_are_sliced_as_they_are(name: str, tmp_path: Path) -> 
     expect_equal(tmp_path, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in REFUSED])
 def test_ranks_read_no_codes_but_their_own(name: str, tmp_path: Path) -> None:
     """Together they read each tensor of codes once; of scales, which are few, all of them."""
@@ -58,6 +60,7 @@ def test_ranks_read_no_codes_but_their_own(name: str, tmp_path: Path) -> None:
     assert codes_read(tmp_path, 2) == codes_read(tmp_path, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in REFUSED])
 def test_dummy_weights_have_the_same_parts(name: str, tmp_path: Path) -> None:
     with torch.inference_mode():
@@ -118,6 +121,7 @@ def without_activations(form: Format) -> Format:
     return replace(form, ignored=("self_attn",), quantization_config=config)
 
 
+@pytest.mark.slow
 @BY
 @pytest.mark.parametrize("name", SERVED)
 def test_quantised_experts(name: str, by_expert: bool, tmp_path: Path) -> None:
@@ -126,6 +130,7 @@ def test_quantised_experts(name: str, by_expert: bool, tmp_path: Path) -> None:
     expect_equal(tmp_path, 2, by_expert)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SERVED)
 def test_quantised_experts_of_two_engines(name: str, tmp_path: Path) -> None:
     with torch.inference_mode():
@@ -141,6 +146,7 @@ def test_gpt_oss_as_it_is_published(by_expert: bool, tmp_path: Path) -> None:
     expect_equal(tmp_path, 2, by_expert)
 
 
+@pytest.mark.slow
 @BY
 @pytest.mark.parametrize("is_stacked", [False, True])
 @pytest.mark.parametrize("quantization", SCHEMES)

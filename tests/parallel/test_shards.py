@@ -92,12 +92,14 @@ def test_each_family_on_two_ranks(family: Path) -> None:
     expect_equal(family, 2)
 
 
+@pytest.mark.slow
 def test_each_family_on_four_ranks_some_of_which_have_the_same_kv_head(family: Path) -> None:
     if family.name.startswith("gpt-oss"):
         pytest.skip("is refused, below")
     expect_equal(family, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("name", ["llama", "qwen2-tied", "olmo2", "deepseek-v2", "llama-dynamic"])
 def test_stages_of_one_or_two_ranks(name: str, num_ranks: int, tmp_path: Path) -> None:
@@ -107,6 +109,7 @@ def test_stages_of_one_or_two_ranks(name: str, num_ranks: int, tmp_path: Path) -
     expect_equal(tmp_path, num_ranks, num_stages=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_experts_by_number(name: str, tmp_path: Path) -> None:
     with torch.inference_mode():
@@ -132,6 +135,7 @@ def expect_equal_engines(folder: Path, num_engines: int, num_ranks: int, **how: 
             torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_experts_of_several_engines(name: str, tmp_path: Path) -> None:
     with torch.inference_mode():

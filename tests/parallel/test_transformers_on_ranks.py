@@ -46,12 +46,14 @@ def write(name: str, folder: Path) -> None:
         tiny_configs.random_model(tiny_configs.tiny_config(name), name).save_pretrained(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CLASSES)
 def test_two_ranks_give_the_logits_of_one(name: str, tmp_path: Path) -> None:
     write(name, tmp_path)
     expect_equal(tmp_path, 2, implementation="transformers")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "llama-mqa", "qwen3-moe"])
 def test_four_ranks_some_of_which_have_the_same_kv_head(name: str, tmp_path: Path) -> None:
     with torch.inference_mode():
@@ -62,6 +64,7 @@ def test_four_ranks_some_of_which_have_the_same_kv_head(name: str, tmp_path: Pat
         expect_equal(tmp_path, 4, implementation="transformers")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
 def test_ranks_have_all_of_the_weights_and_no_more(name: str, tmp_path: Path) -> None:
     """But for norms, routers and embeddings, which each has whole."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from openai import AsyncOpenAI
 
 from asyncllm import AsyncLLMEngine
@@ -21,6 +22,7 @@ WEATHER = {
 }
 
 
+@pytest.mark.slow
 def test_what_the_model_says() -> None:
     async def test() -> None:
         engine = AsyncLLMEngine("tiny", max_model_len=512, max_num_seqs=2)

@@ -33,6 +33,7 @@ class Person(BaseModel):
 ANNA = Person(name="Anna", age=31)
 
 
+@pytest.mark.slow
 def test_records_and_forced_calls_of_responses() -> None:
     async def test() -> None:
         engine = AsyncLLMEngine("tiny", max_model_len=512, max_num_seqs=2)
@@ -61,6 +62,7 @@ def test_records_and_forced_calls_of_responses() -> None:
     run(test())
 
 
+@pytest.mark.slow
 def test_records_and_forced_calls_of_messages() -> None:
     async def test() -> None:
         engine = AsyncLLMEngine("tiny", max_model_len=512, max_num_seqs=2)
@@ -94,6 +96,7 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [

@@ -106,11 +106,13 @@ def score(drawn: np.ndarray, probs: np.ndarray) -> float:
     return float(((chi_square / freedom) ** (1 / 3) - (1 - variance)) / math.sqrt(variance))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_each_parameter(name: str) -> None:
     assert score(draws_of_cases()[name], expected(CASES[name])) < MAX_SCORE
 
 
+@pytest.mark.slow
 def test_each_pair() -> None:
     drawn = draw(PAIRS, 300)
     scores = {name: score(drawn[name], expected(fields)) for name, fields in PAIRS.items()}

@@ -39,6 +39,7 @@ async def serve(engine: AsyncLLMEngine, fields: dict[str, Any]) -> RequestOutput
         return None
 
 
+@pytest.mark.slow
 def test_every_limit_in_one_batch() -> None:
     async def main() -> None:
         async with AsyncLLMEngine("tiny", **ENGINE) as engine:
@@ -58,6 +59,7 @@ def test_every_limit_in_one_batch() -> None:
     run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top_k", [2**31 - 1, 2**31, 2**63 - 1])
 def test_a_top_k_beyond_every_vocabulary_keeps_all(top_k: int) -> None:
     async def main() -> None:

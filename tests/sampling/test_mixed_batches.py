@@ -87,6 +87,7 @@ async def beside(engine: AsyncLLMEngine, fields: dict[str, Any]) -> dict[str, li
     return tokens
 
 
+@pytest.mark.slow
 def test_each_parameter_leaves_its_neighbours_tokens_unchanged() -> None:
     async def main() -> None:
         async with AsyncLLMEngine("tiny", **ENGINE) as engine:
@@ -102,6 +103,7 @@ def test_each_parameter_leaves_its_neighbours_tokens_unchanged() -> None:
     run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "regime",
     [

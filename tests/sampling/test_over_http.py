@@ -159,6 +159,7 @@ def test_an_answer_that_repeats_itself_ends() -> None:
     run(test())
 
 
+@pytest.mark.slow
 def test_a_chat_thinks_no_longer_than_its_budget() -> None:
     async def test() -> None:
         async with tiny() as server:
@@ -181,6 +182,7 @@ def test_a_chat_thinks_no_longer_than_its_budget() -> None:
     run(test())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
@@ -211,6 +213,7 @@ def test_bad_fields_are_named(path: str, fields: dict[str, Any], param: str) -> 
     run(test())
 
 
+@pytest.mark.slow
 def test_minus_one_reports_the_whole_vocabulary() -> None:
     async def test() -> None:
         async with tiny(max_logprobs=-1) as server:

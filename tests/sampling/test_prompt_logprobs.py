@@ -63,6 +63,7 @@ def check(output: RequestOutput) -> None:
             assert logprob.rank == int((row > row[token]).sum()) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regime", REGIMES)
 def test_cached_chunked_preempted_and_shared_prompts_report_the_model_s(
     regime: str, folder: Path

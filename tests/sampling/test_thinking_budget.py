@@ -138,6 +138,7 @@ def rendered(engine: AsyncLLMEngine) -> str:
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_ahead", [True, False], ids=["ahead", "synchronous"])
 def test_the_model_s_own_reasoning_is_cut_at_the_budget(is_ahead: bool) -> None:
     async def main() -> None:
@@ -220,6 +221,7 @@ def test_a_grammar_without_reasoning_is_not_broken_by_its_end() -> None:
     run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_preempted_forked_and_beside_others_it_is_the_same(mode: str) -> None:
     async def main() -> None:

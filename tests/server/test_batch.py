@@ -37,6 +37,7 @@ def test_one_choice_for_each_conversation() -> None:
     run(test())
 
 
+@pytest.mark.slow
 def test_each_is_answered_as_if_alone() -> None:
     async def test() -> None:
         engine: Any = AsyncLLMEngine(

@@ -57,6 +57,7 @@ class Counted:
             self.calls[-1][frame.f_code] += 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", BODIES)
 def test_the_way_in_has_a_ceiling(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     body, most_calls, most_functions = BODIES[path]

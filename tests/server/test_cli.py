@@ -268,6 +268,7 @@ def test_what_fails_early_does_not_wait_for_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", ["return 3", "raise SystemExit(3)"])
 def test_the_process_ends_behind_its_exit_handlers(ends: str) -> None:
     code = f"""

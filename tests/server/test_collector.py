@@ -67,6 +67,7 @@ def collector_is_as_before() -> Iterator[None]:
     assert gc.get_threshold() == thresholds
 
 
+@pytest.mark.slow
 def test_requests_leave_nothing_for_the_collector() -> None:
     async def test() -> None:
         engine: Any = AsyncLLMEngine(MODEL, **ENGINE)
@@ -82,6 +83,7 @@ def test_requests_leave_nothing_for_the_collector() -> None:
     run(test())
 
 
+@pytest.mark.slow
 def test_requests_of_an_application_leave_nothing_for_the_collector() -> None:
     async def test() -> None:
         async with AsyncLLMEngine(MODEL, **ENGINE) as engine:
@@ -134,6 +136,7 @@ async def garbage_of(work: Any, server: Server | None) -> int:
     return gc.collect()
 
 
+@pytest.mark.slow
 def test_it_waits_long_while_answers_are_made() -> None:
     async def test() -> None:
         before = gc.get_threshold()
@@ -146,6 +149,7 @@ def test_it_waits_long_while_answers_are_made() -> None:
     run(test())
 
 
+@pytest.mark.slow
 def test_it_collects_when_nobody_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         monkeypatch.setattr(collector, "QUIET_CHECK_SECONDS", 0.001)
@@ -162,6 +166,7 @@ def test_it_collects_when_nobody_is_answered(monkeypatch: pytest.MonkeyPatch) ->
     run(test())
 
 
+@pytest.mark.slow
 def test_many_objects_are_collected_though_somebody_is_answered() -> None:
     async def test() -> None:
         service = serving_nobody()

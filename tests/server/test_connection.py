@@ -244,6 +244,7 @@ def test_one_connection_above_the_limit_is_refused_and_room_is_given_back(
     run(test())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="a Linux option")
 def test_a_stalled_reader_is_ended_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "WRITE_STALL_SECONDS", 1)

@@ -156,6 +156,7 @@ REAL: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.slow
 def test_the_engine_says_so_and_others_go_on() -> None:
     async def test() -> None:
         other = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0}
@@ -202,6 +203,7 @@ def test_who_forbids_every_token_gets_a_400_too() -> None:
 UNSATISFIABLE = {"type": "string", "pattern": "^a$", "minLength": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parser", ["qwen3_coder", "gemma4", "hermes"])
 @pytest.mark.parametrize("tool_choice", ["auto", "required"])
 def test_a_strict_text_that_nothing_satisfies_is_refused_before_anything_is_queued(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from asyncllm import AsyncLLMEngine
 from tests.server.http_harness import CHAT, run, serving
 
@@ -22,6 +24,7 @@ QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]  # no weather: the 
 ENGINE: dict[str, Any] = {"num_gpu_blocks_override": 120, "max_num_seqs": 4, "swap_space": 0.01}
 
 
+@pytest.mark.slow
 def test_a_forced_call_is_not_preceded_by_reasoning_that_nobody_asked_for() -> None:
     async def test() -> None:
         body = {

@@ -51,6 +51,7 @@ async def whole(api: AsyncOpenAI, **fields: Any) -> str:
     return answer.choices[0].message.content or ""
 
 
+@pytest.mark.slow
 def test_stream_equals_whole() -> None:
     async def test() -> None:
         async with client() as (api, _):
@@ -170,6 +171,7 @@ def test_refusals() -> None:
     run(test())
 
 
+@pytest.mark.slow
 def test_overload_is_429() -> None:
     async def test() -> None:
         async with client(max_queued_requests=2, max_num_seqs=1) as (api, _):
@@ -185,6 +187,7 @@ def test_overload_is_429() -> None:
     run(test())
 
 
+@pytest.mark.slow
 def test_waiting_too_long_is_503(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         async with client(max_queue_seconds=300, max_num_seqs=1) as (api, server):
@@ -203,6 +206,7 @@ def test_waiting_too_long_is_503(monkeypatch: pytest.MonkeyPatch) -> None:
     run(test())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_disconnect_frees_pages(stream: bool) -> None:
     async def test() -> None:
@@ -260,6 +264,7 @@ def test_serve_and_stop() -> None:
         assert process.wait(PATIENCE_SECONDS) == 0
 
 
+@pytest.mark.slow
 def test_second_signal_leaves_at_once() -> None:
     with (
         served("--host", "localhost") as (process, url, _),

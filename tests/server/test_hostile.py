@@ -82,6 +82,7 @@ async def check_one(server: Server, path: str, raw: bytes) -> int:
     return response.status
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_no_field_value_makes_a_500_or_leaves_anything(seed: int) -> None:
     async def test() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from asyncllm import AsyncLLMEngine, BeamSearchParams, SamplingParams
 from tests.server.http_harness import CHAT, COMPLETIONS, HELLO, parse_events, run, serving
 
@@ -43,6 +45,7 @@ def test_best_of_with_logprobs() -> None:
     run(test())
 
 
+@pytest.mark.slow
 def test_beam_search_as_the_engine_does_it() -> None:
     async def test() -> None:
         engine = AsyncLLMEngine("tiny", **ENGINE)

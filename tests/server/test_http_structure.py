@@ -126,6 +126,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_refused_by_name_before_anything_is_queued(path: str) -> None:
     async def test() -> None:

@@ -170,6 +170,7 @@ def test_structured_outputs() -> None:
     run(test())
 
 
+@pytest.mark.slow
 def test_tokenize_generate_detokenize_is_a_chat() -> None:
     """With tools in the prompt too: what /tokenize tells is what chat runs."""
 
@@ -196,6 +197,7 @@ def test_tokenize_generate_detokenize_is_a_chat() -> None:
     run(test())
 
 
+@pytest.mark.slow
 def test_same_tokens_as_the_python_api() -> None:
     async def test() -> None:
         engine: Any = AsyncLLMEngine("tiny", **ENGINE)

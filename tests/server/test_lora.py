@@ -85,6 +85,7 @@ def test_dynamic_lora_lineage(tmp_path: Path) -> None:
     run(test())
 
 
+@pytest.mark.slow
 def test_answers_are_the_adapters(tmp_path: Path) -> None:
     one, two = (write_tiny_adapter(tmp_path / name, i) for i, name in enumerate(("one", "two")))
 
@@ -116,6 +117,7 @@ def test_the_built_in_adapter_has_its_style(tmp_path: Path) -> None:
     run(test())
 
 
+@pytest.mark.slow
 def test_structured_output_with_adapters(tmp_path: Path) -> None:
     one, two = (write_tiny_adapter(tmp_path / name, i) for i, name in enumerate(("one", "two")))
 
@@ -221,6 +223,7 @@ def _change(folder: Path, part: str, change: Any) -> None:
     save_file(tensors, file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -307,6 +310,7 @@ def test_dynamic_lora_invalid_lora_rank(tmp_path: Path) -> None:
     run(test())
 
 
+@pytest.mark.slow
 def test_multiple_lora_adapters(tmp_path: Path) -> None:
     """Many more than there are slots and places, each asked while the others are."""
     names = [f"adapter{i}" for i in range(12)]
@@ -327,6 +331,7 @@ def test_multiple_lora_adapters(tmp_path: Path) -> None:
     run(test())
 
 
+@pytest.mark.slow
 def test_loading_invalid_adapters_does_not_break_others(tmp_path: Path) -> None:
     good, bad = (write_tiny_adapter(tmp_path / name) for name in ("good", "bad"))
     _no_config(bad)
@@ -361,6 +366,7 @@ def test_beam_search_with_lora_adapters(tmp_path: Path) -> None:
     run(test())
 
 
+@pytest.mark.slow
 def test_load_lora_adapter_with_same_name_replaces_inplace(tmp_path: Path) -> None:
     one, two = (write_tiny_adapter(tmp_path / name, i) for i, name in enumerate(("one", "two")))
 
@@ -375,6 +381,7 @@ def test_load_lora_adapter_with_same_name_replaces_inplace(tmp_path: Path) -> No
     run(test())
 
 
+@pytest.mark.slow
 def test_a_broken_replacement_leaves_the_old_one(tmp_path: Path) -> None:
     adapter, broken = (write_tiny_adapter(tmp_path / name) for name in ("it", "broken"))
     _not_a_number(broken)
@@ -405,6 +412,7 @@ def test_load_lora_adapter_with_load_inplace_false_errors(tmp_path: Path) -> Non
     run(test())
 
 
+@pytest.mark.slow
 def test_unload(tmp_path: Path) -> None:
     """Who streams goes on; who comes gets 404; another adapter of the name is another."""
     adapter = write_tiny_adapter(tmp_path / "it")
@@ -471,6 +479,7 @@ def test_links_to_files_outside_the_roots(tmp_path: Path, file: str) -> None:
     run(test())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failure", [MemoryError("no"), RuntimeError("can't allocate memory")])
 def test_a_load_without_memory_fails_alone(
     tmp_path: Path, failure: Exception, monkeypatch: pytest.MonkeyPatch
@@ -516,6 +525,7 @@ def test_names_that_cannot_be(tmp_path: Path) -> None:
     run(test())
 
 
+@pytest.mark.slow
 def test_metrics_name_the_adapters_in_use(tmp_path: Path) -> None:
     """And those that requests wait for, as there is one slot."""
     one, two = (write_tiny_adapter(tmp_path / name, i) for i, name in enumerate(("one", "two")))

@@ -148,6 +148,7 @@ def test_leaving_a_stream_aborts() -> None:
     run(test())
 
 
+@pytest.mark.slow
 def test_many_streams_at_once() -> None:
     async def test() -> None:
         async with client() as (api, engine):

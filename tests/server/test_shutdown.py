@@ -68,6 +68,7 @@ def test_a_lost_device_ends_the_server_with_an_error() -> None:
     run(test())
 
 
+@pytest.mark.slow
 def test_health_says_loading_until_the_model_is_there() -> None:
     class Slow(FakeEngine):
         startup: ClassVar[dict[str, Any]] = {"model": "slow"}

@@ -62,6 +62,7 @@ def ends_within(server: Served, seconds: float) -> int:
     return code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0, LARGE], ids=["on the loop", "in a thread"])
 def test_while_a_template_never_ends(size: int, tmp_path: Path) -> None:
     """A timer ends it on the loop; in the thread the patience of the shutdown counts."""
@@ -78,6 +79,7 @@ def test_while_a_template_never_ends(size: int, tmp_path: Path) -> None:
         assert asked.status in (400, 503, 0)
 
 
+@pytest.mark.slow
 def test_the_log_says_how_long_it_drains(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -88,6 +88,7 @@ def test_forced_text_has_the_tokenizers_own_tokens(
         assert written == tokenizer.encode(text, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["", " ", '"', "--"])
 @pytest.mark.parametrize("kind", ["x", "7", "-", " ", "\n", "e\u0301"])
 def test_a_long_run_is_cut(

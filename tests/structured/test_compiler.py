@@ -204,6 +204,7 @@ def choices_of_keys(num_objects: int) -> dict[str, Any]:
     return {"anyOf": [{"type": "object", "properties": keys} for _ in range(num_objects)]}
 
 
+@pytest.mark.slow
 def test_what_would_hold_everybodys_step_is_refused_when_it_is_compiled(
     compiled: Compiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,6 +333,7 @@ HURTFUL = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HURTFUL)
 def test_what_is_made_to_hurt_ends(
     name: str, compiled: Compiled, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch

@@ -109,6 +109,7 @@ def test_where_nothing_satisfies_it_is_the_requests_own_error(
         assert e.value.param == "structured_outputs.grammar"
 
 
+@pytest.mark.slow
 def test_a_limit_of_the_library_is_the_requests_own_error(
     tokenizer: Tokenizer, compiled: Compiled
 ) -> None:

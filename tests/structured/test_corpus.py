@@ -20,6 +20,7 @@ def test_the_corpus_is_large() -> None:
     assert len(CORPUS) >= 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CORPUS)
 def test_every_way_through_is_valid(
     name: str, tokenizer: Tokenizer, compiled: Callable[..., CompiledGrammar]

@@ -42,6 +42,7 @@ async def ask(
     return [output for result in results for output in result.outputs]
 
 
+@pytest.mark.slow
 def test_the_corpus_at_temperature_one() -> None:
     """All schemas in one batch; valid wherever complete, and nearly always complete."""
 
@@ -82,6 +83,7 @@ KINDS: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_each_kind_beside_free_rows() -> None:
     """Complete answers match; the free rows' tokens are those of a batch without grammars."""
 
@@ -114,6 +116,7 @@ WORLDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_the_same_tokens_however_they_are_scheduled() -> None:
     async def answers(name: str, **args: Any) -> list[list[int]]:
         async with engine(**args) as running:
@@ -133,6 +136,7 @@ def test_the_same_tokens_however_they_are_scheduled() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_several_answers_go_their_own_ways() -> None:
     async def run() -> None:
         async with engine() as running:
@@ -145,6 +149,7 @@ def test_several_answers_go_their_own_ways() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_where_it_ends() -> None:
     """The grammar decides where a text may end; min_tokens and ignore_eos only where it may not."""
 
@@ -170,6 +175,7 @@ def test_where_it_ends() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_logprobs_stay_those_of_the_model() -> None:
     """With and without logprobs the same tokens: the ones without may jump over forced tokens."""
 

@@ -103,6 +103,7 @@ def test_other_declarations_are_auto_tokenizers_to_read(
     assert type(load_hf_tokenizer(tmp_path)) is type(AutoTokenizer.from_pretrained(tmp_path))
 
 
+@pytest.mark.slow
 def test_what_the_short_way_does_not_import() -> None:
     code = (
         "import sys; from asyncllm.engine.text.tokenizer import Tokenizer; "

@@ -291,6 +291,7 @@ def test_limits_of_messages_and_tools(byte_level: Tokenizer) -> None:
     assert refused(byte_level, [USER, calls]).param == "messages"
 
 
+@pytest.mark.slow
 def test_random_junk_is_refused_or_rendered(
     byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -187,6 +187,7 @@ MASKED = SamplingParams(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "is_captured"),
     [
@@ -215,6 +216,7 @@ def test_masks_on_captured_steps_equal_eager(
     assert [o.outputs[0].token_ids for o in ours] == [o.outputs[0].token_ids for o in eager]
 
 
+@pytest.mark.slow
 def test_a_size_without_a_graph_for_masks_is_sampled_eagerly(
     recorded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +231,7 @@ def test_a_size_without_a_graph_for_masks_is_sampled_eagerly(
     assert [o.outputs[0].token_ids for o in ours] == [o.outputs[0].token_ids for o in eager]
 
 
+@pytest.mark.slow
 def test_some_rows_of_a_captured_step_are_masked(recorded: None) -> None:
     """Beside rows that are free, and the padding behind them."""
     params = [MASKED, replace(FILTERED, max_tokens=12), replace(MASKED, seed=6)]
@@ -240,6 +243,7 @@ def test_some_rows_of_a_captured_step_are_masked(recorded: None) -> None:
     assert results[0] == results[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("records", "entries"), [(1, 6), (1, 2)])
 @pytest.mark.parametrize("kind", ["eager", "recorded", "whole"])
 def test_more_changes_of_slots_than_one_step_brings(
@@ -316,6 +320,7 @@ def test_a_start_reads_decodes_from_tables_as_wide_as_those_of_steps(
     assert widths == [10]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eager", "recorded", "whole"])
 def test_a_closed_worker_gives_its_memory_back(kind: str, request: pytest.FixtureRequest) -> None:
     """At once: a server's collector comes rarely."""
@@ -440,6 +445,7 @@ def test_captured_decodes_are_told_what_changed(
     assert found.count((2, 0, (copy, replay))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("captured", ["decodes", "prefills", "samples"])
 @pytest.mark.parametrize("kind", ["recorded", "whole"])
 def test_a_later_capture_writes_to_no_page_that_was_used(

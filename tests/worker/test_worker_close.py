@@ -21,6 +21,7 @@ from tests.worker.recorded_graph import ForgetfulPool
 SMALL: dict[str, Any] = {"num_gpu_blocks_override": 16, "swap_space": 0, "max_num_seqs": 2}
 
 
+@pytest.mark.slow
 def test_adapter_slots_are_freed_although_the_engine_has_their_store() -> None:
     """Else a worker that takes its place finds the memory taken."""
     made = Worker(EngineArgs(enable_lora=True, **SMALL).create_engine_config())
@@ -60,6 +61,7 @@ def test_a_closed_engines_last_step_keeps_nothing(monkeypatch: pytest.MonkeyPatc
     assert is_freed == [True]
 
 
+@pytest.mark.slow
 def test_a_construction_that_fails_late_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither its thread, nor a cycle of runner and graphs that holds the model."""
     runners: list[Any] = []
