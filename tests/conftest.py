@@ -38,7 +38,7 @@ SLOW = {
 EACH_NTH = {
     ("cuda/test_balanced_decode.py", "test_equals_the_reference"): 4,
     ("cuda/test_skinny_gemm.py", "test_a_product_by_a_factor_and_with_a_bias"): 7,
-    ("engine/test_against_transformers.py", "test_tokens_and_logprobs_equal"): 11,
+    ("engine/test_against_transformers.py", "test_tokens_and_logprobs_equal"): 23,
     ("engine/test_beam_search_random.py", "test_random_searches"): 3,
     ("engine/test_lora.py", "test_each_target_alone"): 5,
     ("engine/test_lora.py", "test_equals_the_merged_models"): 7,
@@ -52,7 +52,7 @@ EACH_NTH = {
     ("engine/test_penalties.py", "test_whatever_becomes_of_a_sequence"): 4,
     ("engine/test_recurrent.py", "test_a_second_turn_goes_on_from_the_first_ones_answer"): 5,
     ("engine/test_recurrent.py", "test_captured_steps"): 5,
-    ("engine/test_recurrent.py", "test_tokens_and_logprobs_equal"): 7,
+    ("engine/test_recurrent.py", "test_tokens_and_logprobs_equal"): 13,
     ("models/test_transformers_backend.py", "test_families_equal_transformers"): 11,
     ("models/test_transformers_backend.py", "test_native_families_by_the_backend_are_the_same"): 11,
     ("worker/test_graphs.py", "test_a_later_capture_writes_to_no_page_that_was_used"): 5,

@@ -40,6 +40,7 @@ def importers(prefix: str) -> set[Path]:
     return found
 
 
+@pytest.mark.slow
 def test_these_files_and_no_others_know_flashinfer() -> None:
     assert importers("flashinfer") == {PACKAGE / "api.py"}
     users = {PACKAGE / f"{name}.py" for name in ("backend", "modules", "prefill")}

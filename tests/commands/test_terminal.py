@@ -174,6 +174,7 @@ def on_terminal(*words: str, code: int = 0) -> Iterator[tuple[Terminal, subproce
         os.close(ours)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_answer_and_ctrl_d_the_program(url: str) -> None:
     with on_terminal("complete", "--url", url, "--max-tokens", "3000") as (screen, process):
         interrupt = partial(process.send_signal, signal.SIGINT)

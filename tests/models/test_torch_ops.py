@@ -30,12 +30,14 @@ def transformers_norm(weight, eps):
 @dtypes
 def test_rms_norm_of_rows_and_of_heads(dtype):
     weight = torch.randn(HEAD_DIM).to(dtype)
-    for x in merged_heads(dtype)[0], torch.randn(TOKENS, 3 * HEAD_DIM).to(dtype)[:, :HEAD_DIM]:
-        before = x.clone()
+    for view in merged_heads(dtype)[0], torch.randn(TOKENS, 3 * HEAD_DIM).to(dtype)[:, :HEAD_DIM]:
+        x, before = view.contiguous(), view.clone()
         out = OPS.rms_norm(x, Norm(weight, 1e-5))
         expected = transformers_norm(weight, 1e-5)(x)
         torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
         assert torch.equal(x, before) and out.dtype == dtype
+        with pytest.raises(AssertionError):  # kernels read rows one after the other
+            OPS.rms_norm(view, Norm(weight, 1e-5))
 
 
 @dtypes
@@ -43,7 +45,7 @@ def test_centered_norms_are_cohere_s(dtype):
     weight = torch.randn(HEADS, HEAD_DIM)
     reference = CohereLayerNorm((HEADS, HEAD_DIM), 1e-5)
     reference.weight.copy_(weight)
-    x, _ = merged_heads(dtype)
+    x = merged_heads(dtype)[0].contiguous()
     out = OPS.rms_norm(x, Norm(weight, 1e-5, centered=True))
     torch.testing.assert_close(out, reference(x), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     rows, residual = torch.randn(2, TOKENS, HEAD_DIM).to(dtype)

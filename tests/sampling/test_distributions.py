@@ -119,6 +119,7 @@ def test_each_pair() -> None:
     assert max(scores.values()) < MAX_SCORE, sorted(scores.items(), key=lambda s: -s[1])[:5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SINGLES)
 def test_the_bound_would_see_a_parameter_that_does_nothing(name: str) -> None:
     without = expected({})

@@ -69,6 +69,7 @@ def test_stream_equals_whole() -> None:
     run(test())
 
 
+@pytest.mark.slow
 def test_64_streams_at_once() -> None:
     """Each gets what it would get alone, whoever else is served."""
 

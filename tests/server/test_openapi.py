@@ -53,6 +53,7 @@ def test_references_resolve_and_components_are_used() -> None:
     assert not [name for name in used if "." in name or "_" in name], "two types of one name"
 
 
+@pytest.mark.slow
 def test_it_is_openapi_31_and_its_schemas_are_json_schemas() -> None:
     document = openapi(ROUTES, needs_key=True)
     schemathesis.openapi.from_dict(document).validate()

@@ -40,8 +40,8 @@ def start_softmax(HEADS: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def weigh_tile(scores, best, total):
-    """After a tile, scores [HEADS, TILE], of each head one finite: best, total, by how much acc
-    shrinks [HEADS, 1], and the weights of its values."""
+    """Returns best and total after a tile, by how much acc shrinks [HEADS, 1], and the weights of
+    the tile's values. scores [HEADS, TILE]: of each head one is finite."""
     new_best = tl.maximum(best, tl.max(scores, axis=1))
     shrink = tl.exp2(best - new_best)
     weights = tl.exp2(scores - new_best[:, None])
@@ -50,8 +50,8 @@ def weigh_tile(scores, best, total):
 
 @triton.jit
 def add_sink(sinks, best, total):
-    """best and total after a score of each head that has no value, and by how much `acc` shrinks.
-    sinks [HEADS], of base 2."""
+    """Returns best and total after a score of each head that has no value, and by how much acc
+    shrinks [HEADS]. sinks [HEADS]: of base 2."""
     new_best = tl.maximum(best, sinks)
     shrink = tl.exp2(best - new_best)
     return new_best, total * shrink + tl.exp2(sinks - new_best), shrink
@@ -73,8 +73,8 @@ def soft_cap_log2(soft_cap: float | None) -> float | None:
 
 @triton.jit
 def _piece(words, PIECE: tl.constexpr, E5M2: tl.constexpr):
-    """Of words of four FP8 numbers those at PIECE, as float16. As operands of products they would
-    be read from shared memory byte by byte if they were loaded as bytes."""
+    """The number at PIECE of each word of four FP8 numbers, as float16. Bytes would be read from
+    shared memory one by one, as operands of a product."""
     bits = (words.to(tl.uint32, bitcast=True) >> (8 * PIECE)).to(tl.uint8)
     if E5M2:
         return bits.to(tl.float8e5, bitcast=True).to(tl.float16)
