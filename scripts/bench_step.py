@@ -91,7 +91,7 @@ class Bench:
             first = 1 + (slot - 1) * pages % (available - pages)
             self._state.block_tables[0, slot, :pages] = torch.arange(first, first + pages)
         self._hf_config = config.model.hf_config
-        self._kv_itemsize = 1 if config.kv_cache_dtype.startswith("fp8") else 2
+        self._kv_itemsize = getattr(torch, config.kv_cache_dtype).itemsize
 
     def decode(self, batch: int, bandwidth: float, kernels: bool) -> dict[str, Any]:
         graphs = self._runner.graphs

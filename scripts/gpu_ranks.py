@@ -155,8 +155,11 @@ def main() -> int:
     if args.run_layout:
         return run_layout(args)
     devices = Devices()
+    jobs = jobs_of(args)
+    if not jobs:
+        parser.error("nothing to do with these words and devices")
     with ThreadPoolExecutor(max(len(devices.free), 1)) as threads:
-        done = list(threads.map(devices.run, jobs_of(args)))
+        done = list(threads.map(devices.run, jobs))
     return 0 if all(done) else 1
 
 

@@ -239,6 +239,7 @@ class Case(NamedTuple):
     args: dict[str, Any]
 
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in a configuration
 _FP8_KV: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3"}
 CASES: dict[str, Case] = {name: Case(shape, {}) for name, shape in SHAPES.items()}
 CASES |= {
@@ -267,8 +268,7 @@ def bytes_of_step(args: EngineArgs, rows: int, context: int) -> float:
 
 def step_bytes(model: CausalLM, hf: Any, rows: int, context: int, kv_itemsize: int = 2) -> float:
     """As `bytes_of_step`, of a model without memory."""
-    names = "num_experts", "num_local_experts", "n_routed_experts"
-    num_experts = next((n for name in names if (n := getattr(hf, name, None))), 1)
+    num_experts = next((n for name in EXPERT_COUNTS if (n := getattr(hf, name, None))), 1)
     untouched = (1 - getattr(hf, "num_experts_per_tok", 1) / num_experts) ** rows
     total = 0.0
     for load in model.loads():

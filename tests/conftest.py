@@ -36,29 +36,29 @@ SLOW = {
 # Grids of which the fast tier runs each nth case alone, in the order in which they are collected.
 # Numbers that do not divide a grid's sides take another column in each row.
 EACH_NTH = {
-    ("cuda/test_balanced_decode.py", "test_equals_the_reference"): 4,
+    ("cuda/test_balanced_decode.py", "test_equals_the_reference"): 9,
     ("cuda/test_skinny_gemm.py", "test_a_product_by_a_factor_and_with_a_bias"): 7,
     ("engine/test_against_transformers.py", "test_tokens_and_logprobs_equal"): 23,
-    ("engine/test_beam_search_random.py", "test_random_searches"): 3,
-    ("engine/test_lora.py", "test_each_target_alone"): 5,
-    ("engine/test_lora.py", "test_equals_the_merged_models"): 7,
-    ("engine/test_lora.py", "test_every_family_and_target"): 6,
-    ("engine/test_lora.py", "test_whole_weights_and_magnitudes"): 5,
+    ("engine/test_beam_search_random.py", "test_random_searches"): 5,
+    ("engine/test_lora.py", "test_each_target_alone"): 11,
+    ("engine/test_lora.py", "test_equals_the_merged_models"): 29,
+    ("engine/test_lora.py", "test_every_family_and_target"): 23,
+    ("engine/test_lora.py", "test_whole_weights_and_magnitudes"): 11,
     (
         "engine/test_non_finite.py",
         "test_only_the_poisoned_request_fails_and_its_pages_are_clean",
-    ): 5,
-    ("engine/test_penalties.py", "test_counts_are_what_was_said"): 4,
-    ("engine/test_penalties.py", "test_whatever_becomes_of_a_sequence"): 4,
-    ("engine/test_recurrent.py", "test_a_second_turn_goes_on_from_the_first_ones_answer"): 5,
+    ): 9,
+    ("engine/test_penalties.py", "test_counts_are_what_was_said"): 9,
+    ("engine/test_penalties.py", "test_whatever_becomes_of_a_sequence"): 7,
+    ("engine/test_recurrent.py", "test_a_second_turn_goes_on_from_the_first_ones_answer"): 13,
     ("engine/test_recurrent.py", "test_captured_steps"): 5,
     ("engine/test_recurrent.py", "test_tokens_and_logprobs_equal"): 13,
     ("models/test_transformers_backend.py", "test_families_equal_transformers"): 11,
-    ("models/test_transformers_backend.py", "test_native_families_by_the_backend_are_the_same"): 11,
+    ("models/test_transformers_backend.py", "test_native_families_by_the_backend_are_the_same"): 23,
     ("worker/test_graphs.py", "test_a_later_capture_writes_to_no_page_that_was_used"): 5,
     ("worker/test_graphs.py", "test_graphed_equals_eager"): 4,
-    ("worker/test_graphs.py", "test_masks_on_captured_steps_equal_eager"): 3,
-    ("worker/test_graphs.py", "test_more_changes_of_slots_than_one_step_brings"): 5,
+    ("worker/test_graphs.py", "test_masks_on_captured_steps_equal_eager"): 7,
+    ("worker/test_graphs.py", "test_more_changes_of_slots_than_one_step_brings"): 11,
 }
 _num_seen: Counter[tuple[str, str]] = Counter()
 

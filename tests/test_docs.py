@@ -183,7 +183,6 @@ def test_relative_links_resolve(document: Path) -> None:
             assert anchor in anchors(target.read_text()), link
 
 
-@pytest.mark.slow
 def test_architecture_names_what_exists() -> None:
     cells = CELL.findall(ARCHITECTURE)
     assert len([name for _, name in cells if name]) > 60
@@ -200,7 +199,6 @@ def test_the_life_of_a_request_has_ten_steps_that_can_be_imported() -> None:
         assert callable(reduce(getattr, name.split("."), module)), f"{path}: {name}"
 
 
-@pytest.mark.slow
 def test_one_file_imports_flashinfer() -> None:
     sources = [
         path for package in ("asyncllm", *PACKAGES) for path in (ROOT / package).rglob("*.py")
@@ -211,7 +209,6 @@ def test_one_file_imports_flashinfer() -> None:
     assert set((ROOT / "attention/flashinfer").glob("[a-z]*.py")) <= listed
 
 
-@pytest.mark.slow
 def test_every_class_that_keeps_tensors_is_listed() -> None:
     """A class that its file keeps for itself may be listed by its file."""
     listed = cells_of("Tensors that outlive a step")

@@ -329,5 +329,8 @@ async def _ended(task: asyncio.Task[None]) -> None:
     await asyncio.wait([task])
     try:
         task.result()
-    except BaseException as error:
+    except asyncio.CancelledError as cancelled:
+        traceback.clear_frames(cancelled.__traceback__)
+    except Exception as error:
+        logger.exception("the engine's task failed")
         traceback.clear_frames(error.__traceback__)

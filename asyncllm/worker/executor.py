@@ -52,8 +52,8 @@ class HostStep:
         """Launch the sampling, from any thread: when all steps before are finished, and before any
         other launch. masked_rows: int32, the rows that the first masks in the buffer are for."""
         assert self._end is not None, "a step is sampled twice"
-        end, self._end = self._end, None  # it keeps the runner, and the step is kept for its times
-        self._whole = end(masked_rows)
+        self._whole = self._end(masked_rows)
+        self._end = None  # it keeps the runner, and the step is kept for its times
 
     async def wait(self) -> StepResult:
         assert self._whole is not None, "a step is awaited before it is sampled"

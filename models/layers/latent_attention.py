@@ -98,7 +98,8 @@ class LatentAttention:
         rotate(q[..., spec.plain_dim :], k_rotated, rotation)
         latent = self._kv_norm(latent.contiguous())
         attend = self._attend_made if self.layer.latent_dim is None else self._attend_latents
-        return self._o.add(Normed(attend(q, latent, k_rotated, mixer).flatten(1)), end)
+        seen = attend(q, latent, k_rotated, mixer).flatten(1)  # of one head it is a view
+        return self._o.add(Normed(seen.contiguous()), end)
 
     def _attend_made(
         self, q: torch.Tensor, latent: torch.Tensor, k_rotated: torch.Tensor, mixer: Mixer

@@ -116,7 +116,6 @@ class Case:
         return torch.stack(outs)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", LENGTHS)
 @pytest.mark.parametrize("shape", TIERS)
 def test_equals_the_reference(shape: str, name: str, compiled: Compiled) -> None:

@@ -50,7 +50,6 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", SHAPES)

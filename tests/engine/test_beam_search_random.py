@@ -97,7 +97,6 @@ def beams_of(output: RequestOutput) -> list[tuple[Any, ...]]:
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_random_searches(seed: int, folder: Path) -> None:
     async def main() -> tuple[int, int]:

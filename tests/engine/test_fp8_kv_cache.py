@@ -83,7 +83,6 @@ def rounded_cache(reference: Any, dtype: torch.dtype, scales: KVScales) -> Itera
         reference.set_attn_implementation("sdpa")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("calculate", [False, True])
 def test_answers_are_those_of_rounded_keys_and_values(

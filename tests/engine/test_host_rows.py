@@ -29,6 +29,7 @@ from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import Request, Sequence, TokenConstraint
 from asyncllm.worker.executor import HostStep
+from asyncllm.worker.step_packer import StepPacker
 from tests.engine.automaton import Automaton
 from tests.engine.sampled_in_full import count_in_full
 from tests.waiting import PATIENCE_SECONDS
@@ -183,7 +184,6 @@ def test_jumps_of_a_real_grammar_change_no_token(
     assert generate(requests) == expected and not jumps
 
 
-@pytest.mark.slow
 def test_each_of_n_answers_has_a_grammar_of_its_own(jumps: list[int]) -> None:
     params = by(automaton(3), SEEDED, n=3)
     (answers,) = generate([(PROMPTS[1], params)])
@@ -397,26 +397,27 @@ def test_a_request_aborted_while_its_grammar_speaks_leaves_nothing() -> None:
     assert outputs == generate([(PROMPTS[0], by(automaton(1, 0.7), GREEDY))])
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("of", [(HostStep, "sample"), (StepPacker, "pack_edits")], ids=str)
 @pytest.mark.parametrize("async_scheduling", [True, False], ids=["ahead", "synchronous"])
 def test_a_sampling_that_cannot_be_launched_ends_the_step_and_not_the_engine(
-    async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+    async_scheduling: bool, of: tuple[type, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = HostStep.sample
+    """Whether it fails before its launch or within it: the recovery launches it again."""
+    plain = getattr(*of)
     num_left = 5
 
-    def sample(self: HostStep, masked_rows: np.ndarray) -> None:
+    def fails_once(self: Any, *args: Any) -> Any:
         nonlocal num_left
         num_left -= 1
         if num_left == 0:
             raise RuntimeError("no memory for a sampling")
-        plain(self, masked_rows)
+        return plain(self, *args)
 
     async def main() -> None:
         async with AsyncLLMEngine("tiny", async_scheduling=async_scheduling) as engine:
             params = by(automaton(1), GREEDY)
             expected = await tokens(engine, PROMPTS[0], params)
-            monkeypatch.setattr(HostStep, "sample", sample)
+            monkeypatch.setattr(*of, fails_once)
             failed = await tokens(engine, PROMPTS[0], params)
             assert isinstance(failed, RequestFailedError)
             assert "no memory for a sampling" in str(failed)

@@ -94,7 +94,6 @@ async def ask_all(adapted: Adapted, **engine_args: Any) -> list[Answer]:
     return answers
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("regime", ["batched", "chunked", "swap", "recompute", "synchronous"])
 def test_equals_the_merged_models(adapted: Adapted, regime: str) -> None:
     args = REGIMES[regime]
@@ -157,7 +156,6 @@ WIDE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", WIDE)
 def test_every_family_and_target(case: str, tmp_path: Path) -> None:
     """Two adapters of everything, and none, in one chunked batch."""
@@ -211,7 +209,6 @@ MAGNITUDES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", [*SAVED, *MAGNITUDES])
 def test_whole_weights_and_magnitudes(case: str, tmp_path: Path) -> None:
     """One adapter has them, the other has none, and some rows have no adapter."""

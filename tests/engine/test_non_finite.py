@@ -58,7 +58,6 @@ async def outcome(engine: AsyncLLMEngine, prompt: list[int], params: SamplingPar
     return output.outputs[0].token_ids
 
 
-@pytest.mark.slow
 @WAYS
 @pytest.mark.parametrize("async_scheduling", [True, False], ids=["ahead", "synchronous"])
 def test_only_the_poisoned_request_fails_and_its_pages_are_clean(

@@ -96,14 +96,12 @@ def test_as_defined(more: dict[str, Any]) -> None:
     assert all(ours != without for ours, without in zip(defined, plain, strict=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
 def test_whatever_becomes_of_a_sequence(name: str) -> None:
     asked = [*requests(**FILTERED), (PROMPTS[0], replace(BASE, seed=3, temperature=0.9))]
     assert generate(asked, **ENGINES[name]) == generate(asked, at_once=False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 @pytest.mark.parametrize("budget", [16, 512])
 def test_counts_are_what_was_said(mode: str, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:

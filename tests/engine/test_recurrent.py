@@ -113,7 +113,6 @@ def test_tokens_and_logprobs_equal(name: str, regime: str, reference: Any) -> No
     asyncio.run(test())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("regime", ["batched", "chunked"])
 @pytest.mark.parametrize("name", MODELS)
 def test_captured_steps(
@@ -167,7 +166,6 @@ def test_a_shared_beginning_is_found_from_the_third_prompt_on(name: str, referen
     asyncio.run(test())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("regime", ["batched", "synchronous", "chunked", "no-prefix-cache"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_second_turn_goes_on_from_the_first_ones_answer(

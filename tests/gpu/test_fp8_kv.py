@@ -28,6 +28,10 @@ pytestmark = [
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
 HEADS, KV_HEADS, HEAD_DIM, PAGES = (4, 2, 16, 4) if INTERPRETED else (32, 8, 128, 40)
+# Other query heads, KV heads and head_dims: groups of one part and of two, words that are padded.
+SHAPES = [(2, 2, 64), (33, 1, 48), (3, 1, 256)] if INTERPRETED else [
+    (64, 8, 64), (8, 4, 256), (48, 1, 128), (32, 32, 128),
+]  # fmt: skip
 SCALES = (0.05, 0.2)
 TOLERANCE = 1e-3 if INTERPRETED else 1e-2  # of what is read, in float16
 STEP = 0.2 if INTERPRETED else 0.05  # of what is written: a number may go to either neighbour
@@ -48,9 +52,14 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device=DEVICE, dtype=DTYPE)
 
 
-def layer_of(soft_cap: float | None, sinks: bool, window: int | None) -> AttentionLayer:
-    values = random(HEADS) if sinks else None
-    return AttentionLayer(0, HEADS, KV_HEADS, HEAD_DIM, 0.2, window, None, soft_cap, values)
+def layer_of(
+    soft_cap: float | None,
+    sinks: bool,
+    window: int | None,
+    shape: tuple[int, int, int] = (HEADS, KV_HEADS, HEAD_DIM),
+) -> AttentionLayer:
+    values = random(shape[0]) if sinks else None
+    return AttentionLayer(0, *shape, 0.2, window, None, soft_cap, values)
 
 
 def caches(layer: AttentionLayer, dtype: torch.dtype, num_pages: int) -> tuple[KVCache, KVCache]:
@@ -71,16 +80,26 @@ def error_of(ours: torch.Tensor, reference: torch.Tensor) -> float:
 def test_decode(
     dtype: torch.dtype, soft_cap: float | None, sinks: bool, window: int | None
 ) -> None:
+    decode(layer_of(soft_cap, sinks, window), dtype)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    decode(layer_of(None, False, 40, shape), dtype)
+
+
+def decode(layer: AttentionLayer, dtype: torch.dtype) -> None:
     from asyncllm.kernels.paged_decode.kernel import paged_decode
     from asyncllm.kernels.rope_kv_write.kernel import rotate_and_write
 
-    rows, layer = 3, layer_of(soft_cap, sinks, window)
+    rows, heads_of_all = 3, layer.num_heads + 2 * layer.num_kv_heads
     ours, reference = caches(layer, dtype, 1 + rows * PAGES)
     tables = (torch.randperm(rows * PAGES, device=DEVICE) + 1).view(rows, PAGES).int()
     positions = torch.randint(0, PAGES * 16, (rows,), device=DEVICE, dtype=torch.int32)
     decodes = DecodeRows((tables,), positions)
-    heads = random(rows, HEADS + 2 * KV_HEADS, HEAD_DIM)
-    angles = torch.rand(PAGES * 16, HEAD_DIM // 2, device=DEVICE) * 6
+    heads = random(rows, heads_of_all, layer.head_dim)
+    angles = torch.rand(PAGES * 16, layer.head_dim // 2, device=DEVICE) * 6
     rotation = Rotation(positions, torch.cat([angles.cos(), angles.sin()], dim=1))
     expected = TorchAttention(reference).decode(decodes)(layer, heads.clone(), rotation)
     slots = decodes.write_slots(16)[0]
@@ -89,8 +108,8 @@ def test_decode(
     ours.layers[0].copy_(reference.layers[0])
     out = torch.empty_like(q)
     paged_decode(
-        q, ours.layers[0], tables, positions, out, scale=layer.scale, window=window, num_sms=4,
-        soft_cap=soft_cap, sinks=layer.sinks, kv_scales=SCALES,
+        q, ours.layers[0], tables, positions, out, scale=layer.scale, window=layer.window,
+        num_sms=4, soft_cap=layer.soft_cap, sinks=layer.sinks, kv_scales=SCALES,
     )  # fmt: skip
     assert error_of(out.flatten(1), expected) < TOLERANCE
 

@@ -36,7 +36,6 @@ def test_prefill_at_once(pair):
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.slow
 def test_chunks_then_token_by_token(pair):
     model, expected, token_ids = pair
     sequence = DenseSequence(model, num_prompt_tokens=20)

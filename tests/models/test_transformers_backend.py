@@ -73,7 +73,6 @@ FAMILIES = (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_families_equal_transformers(architecture: str, tmp_path: Path) -> None:
     """Batched, chunked, with prefix hits and preemption."""
@@ -88,7 +87,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return cache(lambda name: Reference(name, tmp_path_factory.mktemp(name)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "regime"),
     [

@@ -130,7 +130,10 @@ def test_a_rank_that_dies_or_stands_still(
 
 
 @pytest.mark.slow
-def test_a_step_that_fails_before_the_group_has_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("args", [{}, STAGES], ids=["shards", "stages"])
+def test_a_step_that_fails_before_the_group_has_said_why(
+    args: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The two come from different threads; whichever is first, the ranks are started again."""
 
     def late(self: WorkerGroup, tell: Callable[[str], object]) -> None:
@@ -140,7 +143,7 @@ def test_a_step_that_fails_before_the_group_has_said_why(monkeypatch: pytest.Mon
     monkeypatch.setattr(WorkerGroup, "on_failure", late)
 
     async def test() -> None:
-        async with engine_of_two() as (engine, follower):
+        async with engine_of_two(**args) as (engine, follower):
             asyncio.get_running_loop().call_later(0.3, os.kill, follower, signal.SIGKILL)
             await expect_all_end(engine, "its process ended with -9", comes_back=True)
 

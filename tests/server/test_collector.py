@@ -83,7 +83,6 @@ def test_requests_leave_nothing_for_the_collector() -> None:
     run(test())
 
 
-@pytest.mark.slow
 def test_requests_of_an_application_leave_nothing_for_the_collector() -> None:
     async def test() -> None:
         async with AsyncLLMEngine(MODEL, **ENGINE) as engine:

@@ -83,7 +83,6 @@ KINDS: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
 def test_each_kind_beside_free_rows() -> None:
     """Complete answers match; the free rows' tokens are those of a batch without grammars."""
 

@@ -187,7 +187,6 @@ MASKED = SamplingParams(
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "is_captured"),
     [
@@ -243,7 +242,6 @@ def test_some_rows_of_a_captured_step_are_masked(recorded: None) -> None:
     assert results[0] == results[1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("records", "entries"), [(1, 6), (1, 2)])
 @pytest.mark.parametrize("kind", ["eager", "recorded", "whole"])
 def test_more_changes_of_slots_than_one_step_brings(
@@ -445,7 +443,6 @@ def test_captured_decodes_are_told_what_changed(
     assert found.count((2, 0, (copy, replay))) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("captured", ["decodes", "prefills", "samples"])
 @pytest.mark.parametrize("kind", ["recorded", "whole"])
 def test_a_later_capture_writes_to_no_page_that_was_used(

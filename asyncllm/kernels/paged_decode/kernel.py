@@ -72,6 +72,12 @@ def soft_cap_log2(soft_cap: float | None) -> float | None:
 
 
 @triton.jit
+def _to_half(q):
+    """In float16, without infinities."""
+    return tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+
+
+@triton.jit
 def _piece(words, PIECE: tl.constexpr, E5M2: tl.constexpr):
     """The number at PIECE of each word of four FP8 numbers, as float16. Bytes would be read from
     shared memory one by one, as operands of a product."""
@@ -128,10 +134,10 @@ def _attend_split(
     q_ptr += row * q_stride + in_row
     q = tl.load(q_ptr, in_q, other=0.0)
     if PER_WORD == 4:
-        q = q.to(tl.float16)
-        q1 = tl.load(q_ptr + 1, in_q, other=0.0).to(tl.float16)
-        q2 = tl.load(q_ptr + 2, in_q, other=0.0).to(tl.float16)
-        q3 = tl.load(q_ptr + 3, in_q, other=0.0).to(tl.float16)
+        q = _to_half(q)
+        q1 = _to_half(tl.load(q_ptr + 1, in_q, other=0.0))
+        q2 = _to_half(tl.load(q_ptr + 2, in_q, other=0.0))
+        q3 = _to_half(tl.load(q_ptr + 3, in_q, other=0.0))
     if HAS_SLOPES:
         slopes = tl.load(slopes_ptr + head, member < GROUP, other=0.0) * LOG2_E
 
