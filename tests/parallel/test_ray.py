@@ -24,6 +24,8 @@ NODE: dict[str, Any] = {
     "object_store_memory": 100 << 20,
     "include_dashboard": False,
 }
+# In the environment of all that a cluster starts: another process of the tests may have one, too.
+MARK = "ASYNCLLM_TEST_CLUSTER"
 RAY: dict[str, Any] = {"distributed_executor_backend": "ray", "tensor_parallel_size": 2}
 
 
@@ -32,6 +34,7 @@ def cluster() -> Iterator[None]:
     """With a connection to it, as an application of Ray's has one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv(MARK, mark())
         ray = pytest.importorskip("ray")
         from ray.cluster_utils import Cluster
 
@@ -45,17 +48,22 @@ def cluster() -> Iterator[None]:
             nodes.shutdown()
 
 
+def mark() -> str:
+    return f"of {os.getpid()}"
+
+
 def ranks() -> set[int]:
-    """Process ids of the ranks beyond the first that live, whoever started them."""
+    """Process ids of this cluster's ranks beyond the first that live."""
+    own = f"{MARK}={mark()}\0".encode()
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             is_rank = b"worker.ranks.follower" in (folder / "cmdline").read_bytes()
-            ends = b"RAY_" in (folder / "environ").read_bytes()
+            is_own = own in (folder / "environ").read_bytes()
             state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
         except OSError:  # it has ended
             continue
-        if is_rank and ends and state != "Z":
+        if is_rank and is_own and state != "Z":
             found.add(int(folder.name))
     return found
 
