@@ -73,8 +73,9 @@ def soft_cap_log2(soft_cap: float | None) -> float | None:
 
 @triton.jit
 def _to_half(q):
-    """In float16, without infinities."""
-    return tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+    """In float16, without infinities; a NaN stays one."""
+    clamped = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
+    return clamped.to(tl.float16)
 
 
 @triton.jit
