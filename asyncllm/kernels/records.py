@@ -180,12 +180,22 @@ class Routing:
     least_sum: float = 0.0  # added to the sum that renormalises
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertRange:
+    """A rank's experts, where ranks divide them by number: those from `first` on, of `num_all`."""
+
+    first: int
+    num_all: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Routed:
-    """The experts of each token, all different, and what they count."""
+    """The experts of each token, all different, and what they count. `own`: only some of the
+    experts are here, and the others add nothing; ids count all of them."""
 
     ids: torch.Tensor  # int64 or int32 [T, k], below the number of experts
     gates: torch.Tensor  # float32 [T, k]
+    own: ExpertRange | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,6 +7,7 @@ follows is the method's (experts_method.py).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import ceil
 
 import torch
@@ -14,12 +15,12 @@ import torch.nn.functional as F
 
 from asyncllm.models.base import Load
 from asyncllm.models.layers.build import Build
-from asyncllm.models.layers.experts_method import ExpertsShape, own_experts
+from asyncllm.models.layers.experts_method import ExpertsShape
 from asyncllm.models.layers.linear import Linear
 from asyncllm.models.layers.linear_method import LinearShape
 from asyncllm.models.layers.lora_experts import LoRAExperts
 from asyncllm.models.layers.mlp import MLP
-from asyncllm.models.layers.ops import AddRMSNorm, Normed, Routed, Routing
+from asyncllm.models.layers.ops import AddRMSNorm, ExpertRange, Normed, Routed, Routing
 from asyncllm.models.parallel.mesh import Mesh
 
 FULL_READ = 4.0
@@ -97,7 +98,9 @@ class Experts:
         self._shape = shape
         mesh = build.mesh.config
         self._own = shape.own(mesh, build.dtype)
-        self._own_experts = shape.share(mesh).experts if mesh.by_expert else None
+        self._range = None
+        if mesh.by_expert:
+            self._range = ExpertRange(shape.share(mesh).experts.start, shape.num_experts)
         self._router = router
         self._shared = shared
         self._shared_gate = shared_gate
@@ -117,8 +120,8 @@ class Experts:
         routed, rows = self._router(x), x
         if self._engines is not None:
             rows, routed = self._of_all_engines(self._engines, x, routed)
-        if self._own_experts is not None:
-            routed = own_experts(routed, self._own_experts)
+        if self._range is not None:
+            routed = replace(routed, own=self._range)
         out = self._method.apply(self._own, self.weights, rows, routed, lora)
         if self._engines is not None:
             out = self._engines.sum_rows(out)

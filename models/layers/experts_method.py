@@ -155,21 +155,6 @@ def _record(shape: ExpertsShape, weights: Weights) -> ExpertWeights:
     return ExpertWeights(weights["gate_up"], weights["down"], *biases, shape.activation)
 
 
-def own_experts(routed: Routed, experts: slice) -> Routed:
-    """Each token's experts of this rank, by their places here. As shapes may not depend on how many
-    these are, others fill up the rows, with gates of 0: all of a row stay different."""
-    num_own, top_k = experts.stop - experts.start, routed.ids.shape[1]
-    places = routed.ids.long() - experts.start
-    is_own = (places >= 0) & (places < num_own)
-    first = is_own.int().argsort(dim=1, descending=True, stable=True)[:, : min(top_k, num_own)]
-    places, is_own, gates = (each.gather(1, first) for each in (places, is_own, routed.gates))
-    taken = torch.zeros(len(places), num_own + 1, dtype=torch.int32, device=places.device)
-    taken.scatter_(1, places.masked_fill(~is_own, num_own), 1)
-    free = taken[:, :num_own].argsort(dim=1, stable=True)  # those that are not taken come first
-    fillers = free.gather(1, ((~is_own).cumsum(dim=1) - 1).clamp_(min=0))
-    return Routed(torch.where(is_own, places, fillers), gates.masked_fill(~is_own, 0))
-
-
 def load_each(gate: str, up: str, down: str) -> LoadExperts:
     """A tensor for each expert and product: name.expert.gate.weight and so on."""
 

@@ -19,6 +19,7 @@ import torch
 from asyncllm.kernels.all_reduce import RowSums
 from asyncllm.kernels.records import SILU as SILU
 from asyncllm.kernels.records import Activation as Activation
+from asyncllm.kernels.records import ExpertRange as ExpertRange
 from asyncllm.kernels.records import ExpertWeights as ExpertWeights
 from asyncllm.kernels.records import Norm as Norm
 from asyncllm.kernels.records import Normed as Normed

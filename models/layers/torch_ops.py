@@ -130,12 +130,17 @@ def by_expert(
     compute: takes rows sorted by expert [T * k, hidden_size], the end of each expert's rows, int32
     [experts], and each row's expert and token.
     """
-    top_k = routed.ids.shape[1]
-    expert_ids, order = routed.ids.flatten().sort()  # [T * k]
+    top_k, ids = routed.ids.shape[1], routed.ids
+    if routed.own is not None:  # others come last, behind the last expert's end
+        ids = ids - routed.own.first
+        ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
+    expert_ids, order = ids.flatten().sort()  # [T * k]
     every = torch.arange(num_experts, dtype=expert_ids.dtype, device=x.device)
     ends = torch.searchsorted(expert_ids, every, right=True, out_int32=True)
     tokens = order.div(top_k, rounding_mode="floor")
-    out = compute(x[tokens], ends, expert_ids, tokens)
+    out = compute(x[tokens], ends, expert_ids.clamp(max=num_experts - 1), tokens)
+    if routed.own is not None:
+        out = out.masked_fill((expert_ids == num_experts).unsqueeze(1), 0)
     unsorted = torch.empty_like(out)
     unsorted[order] = out
     gates = routed.gates.unsqueeze(1)  # [T, 1, k]

@@ -41,8 +41,11 @@ class CpuExperts:
             all_experts = self.dequantized(scheme, shape, weights, values.dtype)
             return grouped_experts(values, all_experts, routed)
         out = torch.zeros(values.shape, dtype=torch.float32)
-        for expert in routed.ids.unique().tolist():
-            token, place = (routed.ids == expert).nonzero(as_tuple=True)
+        first = 0 if routed.own is None else routed.own.first
+        for expert in range(shape.num_experts):
+            token, place = (routed.ids == first + expert).nonzero(as_tuple=True)
+            if not len(token):
+                continue
             gate_up, down = (_expert(weights, product, shape, expert) for product in PRODUCTS)
             both = self._kernel.product(scheme, gate_up, Normed(values[token]))
             gated = swiglu(both, shape.activation)

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from asyncllm.kernels.records import SILU, Activation, ExpertWeights, Normed, Routed, Routing
+from asyncllm.kernels.records import (
+    SILU,
+    Activation,
+    ExpertRange,
+    ExpertWeights,
+    Normed,
+    Routed,
+    Routing,
+)  # fmt: skip
 from asyncllm.models.layers.torch_ops import grouped_experts
 from asyncllm.models.layers.torch_ops import route as torch_route
 
@@ -87,6 +96,32 @@ def test_equals_torch(
     x, routed = random(num_tokens, hidden), make_routed(num_tokens, num_experts, top_k)
     ours = experts(Normed(x), weights, routed)
     assert relative_error(ours, x, weights, routed) < TOLERANCE
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 6])
+@pytest.mark.parametrize("num_tokens", [1, 3, 30, 90])
+def test_experts_of_a_rank(
+    num_tokens: int, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the others add nothing, though nobody writes their rows."""
+    from asyncllm.kernels.experts.kernel import experts
+
+    weights, x = make_weights(6, 64, 32, SILU, biased=True), random(num_tokens, 64)
+    make = torch.Tensor.new_empty
+
+    def filled(self: torch.Tensor, *sizes: Any, **more: Any) -> torch.Tensor:
+        made = make(self, *sizes, **more)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", filled)
+    routed = make_routed(num_tokens, 6, 2)
+    summed = torch.zeros_like(x, dtype=torch.float32)
+    for first in range(0, 6, 6 // num_ranks):
+        parts = (weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias)
+        own = (None if part is None else part[first : first + 6 // num_ranks] for part in parts)
+        part = replace(routed, own=ExpertRange(first, 6))
+        summed += experts(Normed(x), ExpertWeights(*own, SILU), part).float()
+    assert relative_error(summed, x, weights, routed) < TOLERANCE
 
 
 def test_all_tokens_take_the_same_experts() -> None:

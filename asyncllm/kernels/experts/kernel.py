@@ -9,7 +9,8 @@ on the device alone, and shapes depend on the number of tokens, so calls can be 
     more         two small kernels sort the rows by expert, each expert's padded to whole blocks
 
 The results of a token's experts, times their gates, are rows of their own, which a last kernel
-adds. Sums are in float32. Experts in plain torch are models/layers/torch_ops.py's.
+adds. Experts of other ranks (`Routed.own`) are passed over, and their rows not written. Sums are in
+float32. Experts in plain torch are models/layers/torch_ops.py's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from asyncllm.kernels.experts.rows import multiply_rows
+from asyncllm.kernels.experts.rows import first_of, multiply_rows
 from asyncllm.kernels.experts.sort import sort_by_expert
 from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
 from asyncllm.kernels.quant_gemm.matrix import Quantized, block_of, is_fast, plain_matrix
@@ -34,8 +35,8 @@ WIDTH_MULTIPLE = 16  # of hidden size and experts' sizes
 
 @triton.jit
 def _rows_of_expert(
-    ids_ptr, num_tokens, candidate, BY_EXPERT: tl.constexpr, NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr, TOP_K_PADDED: tl.constexpr, ROWS: tl.constexpr,
+    ids_ptr, num_tokens, candidate, first_expert, BY_EXPERT: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, TOP_K_PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The candidate's expert, NUM_EXPERTS where another program has it or nobody takes it; for each
     token which of its assignments takes it (token * TOP_K + place), and whether one does."""
@@ -44,7 +45,10 @@ def _rows_of_expert(
     index = token[:, None] * TOP_K + place
     inside = (token[:, None] < num_tokens) & (place < TOP_K)
     ids = tl.load(ids_ptr + index, inside, other=-1).to(tl.int32)
-    expert = candidate if BY_EXPERT else tl.load(ids_ptr + candidate).to(tl.int32)
+    ids -= first_expert
+    expert = candidate
+    if not BY_EXPERT:
+        expert = tl.load(ids_ptr + candidate).to(tl.int32) - first_expert
     takes = ids == expert
     is_taken = tl.max(takes.to(tl.int32), axis=1)
     assignment = token * TOP_K + tl.sum(tl.where(takes, place, 0), axis=1)
@@ -52,6 +56,7 @@ def _rows_of_expert(
         mine = tl.max(is_taken, axis=0) > 0
     else:
         mine = tl.max((takes & (index < candidate)).to(tl.int32)) == 0
+        mine &= (expert >= 0) & (expert < NUM_EXPERTS)
     return tl.where(mine, expert, NUM_EXPERTS), token, assignment, is_taken > 0
 
 
@@ -67,17 +72,17 @@ def _sorted_rows(
     mine = tl.sum((ends <= block).to(tl.int32), axis=0)
     row = tl.arange(0, ROWS)
     # Of a block behind the last one nothing is used.
-    last = tl.max(ends, axis=0) - 1
+    last = tl.maximum(tl.max(ends, axis=0) - 1, 0)
     assignment = tl.load(order_ptr + tl.minimum(block, last) * ROWS + row) - 1
     is_row = assignment >= 0
     assignment = tl.where(is_row, assignment, 0)
     return tl.minimum(mine, NUM_EXPERTS), assignment // TOP_K, assignment, is_row
 
 
-@triton.jit(do_not_specialize=["num_tokens"])  # any number: one variant for all
+@triton.jit(do_not_specialize=["num_tokens", "first_expert"])  # any number: one variant for all
 def _experts_kernel(
     x_ptr, squares_ptr, weight_ptr, scale_ptr, offset_ptr, table_ptr, bias_ptr, gates_ptr, out_ptr,
-    ids_ptr, counts_ptr, order_ptr, num_tokens, num_squares, eps, limit, alpha,
+    ids_ptr, counts_ptr, order_ptr, num_tokens, first_expert, num_squares, eps, limit, alpha,
     NUM_EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, TOP_K: tl.constexpr,
     TOP_K_PADDED: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr, GROUP: tl.constexpr,
     FORMAT: tl.constexpr, OFFSET: tl.constexpr, E8M0: tl.constexpr, FAST: tl.constexpr,
@@ -108,8 +113,9 @@ def _experts_kernel(
         )
     else:
         expert, token, assignment, is_row = _rows_of_expert(
-            ids_ptr, num_tokens, candidate, BY_EXPERT, NUM_EXPERTS, TOP_K, TOP_K_PADDED, ROWS
-        )
+            ids_ptr, num_tokens, candidate, first_expert, BY_EXPERT, NUM_EXPERTS, TOP_K,
+            TOP_K_PADDED, ROWS,
+        )  # fmt: skip
     if expert < NUM_EXPERTS:
         first = (tl.program_id(0) % NUM_TILES) * TILE
         feature = first + tl.arange(0, TILE)
@@ -150,12 +156,12 @@ def _experts_kernel(
         tl.store(target, acc.to(out_ptr.dtype.element_ty), in_out)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_expert"])
 def _sum_kernel(
-    parts_ptr, out_ptr, SIZE: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    parts_ptr, out_ptr, ids_ptr, first_expert, SIZE: tl.constexpr, TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """[tokens, TOP_K, SIZE] -> [tokens, SIZE]."""
+    """[tokens, TOP_K, SIZE] -> [tokens, SIZE]. NUM_EXPERTS 0: all experts are here."""
     if PDL:
         start_next()
         after = wait_previous()
@@ -166,8 +172,12 @@ def _sum_kernel(
     inside = column < SIZE
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for part in tl.static_range(TOP_K):
-        at = parts_ptr + (row * TOP_K + part) * SIZE + column
-        total += tl.load(at, inside, other=0.0).to(tl.float32)
+        at = row * TOP_K + part
+        is_here = inside
+        if NUM_EXPERTS:
+            expert = tl.load(ids_ptr + at).to(tl.int32) - first_expert
+            is_here = inside & (expert >= 0) & (expert < NUM_EXPERTS)
+        total += tl.load(parts_ptr + at * SIZE + column, is_here, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * SIZE + column, total.to(out_ptr.dtype.element_ty), inside)
 
 
@@ -203,15 +213,17 @@ def experts_of(
     ids, gates = routed.ids, routed.gates
     assert ids.is_contiguous() and gates.is_contiguous() and x.values.is_contiguous()
     if num_tokens <= MOST_SINGLE:
-        multiply_rows(x, gate_up, routed, gated, activation)
-        multiply_rows(Normed(gated), down, routed, parts, None)
-        return _sum(parts, x.values, top_k)
-    gate_up_tiles = choose_tiles(num_tokens, top_k, num_experts, gated=True)
-    down_tiles = choose_tiles(num_tokens, top_k, num_experts, gated=False)
+        multiply_rows(x, gate_up, routed, gated, activation, num_experts)
+        multiply_rows(Normed(gated), down, routed, parts, None, num_experts)
+        return _sum(parts, x.values, routed, num_experts)
+    num_all = num_experts if routed.own is None else routed.own.num_all
+    gate_up_tiles = choose_tiles(num_tokens, top_k, num_all, gated=True)
+    down_tiles = choose_tiles(num_tokens, top_k, num_all, gated=False)
+    first_expert = first_of(routed)
     counts, order = ids, ids  # not read where there are few
     if num_tokens > FEW_TOKENS:
         assert gate_up_tiles.rows == down_tiles.rows
-        counts, order = sort_by_expert(ids, num_experts, gate_up_tiles.rows)
+        counts, order = sort_by_expert(ids, num_experts, gate_up_tiles.rows, first_expert)
         num_candidates = len(order) // gate_up_tiles.rows
     else:
         num_candidates = min(ids.numel(), num_experts)
@@ -226,7 +238,7 @@ def experts_of(
         _experts_kernel[(num_candidates * num_tiles,)](
             source.values, source.squares, matrix.weight, matrix.scale, matrix.offset, matrix.table,
             matrix.bias, gates, target, ids, counts, order,
-            num_tokens, num_squares, source.eps, activation.limit, activation.alpha,
+            num_tokens, first_expert, num_squares, source.eps, activation.limit, activation.alpha,
             NUM_EXPERTS=num_experts, EXPERTS_PADDED=triton.next_power_of_2(num_experts),
             TOP_K=top_k, TOP_K_PADDED=triton.next_power_of_2(top_k),
             WIDTH=matrix.columns, FEATURES=target.shape[1], GROUP=matrix.group or 0,
@@ -238,15 +250,16 @@ def experts_of(
             ROWS=tiles.rows, TILE=tiles.features, BLOCK=block_of(matrix, tiles.block),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, **flags,
         )  # fmt: skip
-    return _sum(parts, x.values, top_k)
+    return _sum(parts, x.values, routed, num_experts)
 
 
-def _sum(parts: torch.Tensor, like: torch.Tensor, top_k: int) -> torch.Tensor:
+def _sum(parts: torch.Tensor, like: torch.Tensor, routed: Routed, num_experts: int) -> torch.Tensor:
     """Over each token's assignments: [tokens, hidden], a new tensor as `like`."""
     num_tokens, hidden = like.shape
     out = torch.empty_like(like)
     _sum_kernel[(num_tokens, triton.cdiv(hidden, SUM_COLUMNS))](
-        parts, out, SIZE=hidden, TOP_K=top_k, BLOCK=SUM_COLUMNS, num_warps=4,
+        parts, out, routed.ids, first_of(routed), SIZE=hidden, TOP_K=routed.ids.shape[1],
+        NUM_EXPERTS=0 if routed.own is None else num_experts, BLOCK=SUM_COLUMNS, num_warps=4,
         **launch_flags(out.device),
     )  # fmt: skip
     return out
