@@ -16,6 +16,7 @@ from asyncllm import (
     InvalidRequestError,
     Logprob,
     LoRARequest,
+    RequestOutput,
     SamplingParams,
 )
 from asyncllm.engine.data_parallel.group import EngineGroup
@@ -154,6 +155,46 @@ def test_an_adapter_is_on_all_of_them(backend: str, tmp_path: Path) -> None:
             with pytest.raises(ValueError, match="nowhere"):
                 await engine.add_lora(LoRARequest("it", lora_path=tmp_path / "nowhere"))
             assert await engine.list_loras() == []
+            engine.check_idle()
+
+    run(main())
+
+
+@pytest.mark.slow
+def test_a_request_waits_until_all_engines_have_its_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it may load the adapter (`generate`), or names one (`add_request`)."""
+    adapter = LoRARequest("it", lora_path=write_tiny_adapter(tmp_path / "it", 1))
+
+    async def main() -> None:
+        async with two_engines(enable_lora=True) as engine:
+            second = group_of(engine).members[1].lora
+            add, may_load, ended = second.add, asyncio.Event(), set()
+
+            async def wait_and_add(request: LoRARequest, *, reload: bool = False) -> None:
+                await may_load.wait()
+                await add(request, reload=reload)
+
+            def sink(output: RequestOutput) -> None:
+                if output.finished:
+                    ended.add((output.request_id, output.outputs[0].finish_reason))
+
+            monkeypatch.setattr(second, "add", wait_and_add)
+            loading = asyncio.ensure_future(engine.add_lora(adapter))
+            await until(lambda: engine.find_lora("it"))
+            works = [engine.generate(p, GREEDY, lora_request=adapter) for p in PROMPTS]
+            named = [
+                engine.add_request(f"named {i}", "Hello", GREEDY, sink, lora_request=adapter)
+                for i in range(2)
+            ]
+            asked = asyncio.gather(*works, *named)
+            await asyncio.sleep(0.1)
+            assert not loading.done() and not asked.done()
+            may_load.set()
+            await asyncio.gather(loading, asked)
+            await until(lambda: len(ended) == 2)
+            assert {reason for _, reason in ended} <= {"stop", "length"}
             engine.check_idle()
 
     run(main())

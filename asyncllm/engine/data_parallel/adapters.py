@@ -45,6 +45,10 @@ class GroupAdapters:
     def find(self, name: str) -> LoRARequest | None:
         return self._members[0].find(name)
 
+    def have(self, request: LoRARequest) -> bool:
+        """Whether all have loaded it. While they do, `find` tells of it already."""
+        return all(member.find(request.lora_name) == request for member in self._members)
+
     @property
     def requests(self) -> list[LoRARequest]:
         return self._members[0].requests

@@ -64,8 +64,10 @@ class EngineGroup:
         if request_id in self._placed:  # on whichever engine
             raise InvalidRequestError(f"request_id {request_id!r} is in use", "request_id")
         lora = given.lora_request
-        if lora is not None and given.adds_lora and self.lora.find(lora.lora_name) != lora:
-            await self._add_lora(lora)
+        if lora is not None and not self.lora.have(lora):
+            is_loading = self.lora.find(lora.lora_name) == lora
+            if given.adds_lora or is_loading:
+                await self._add_lora(lora)
         key = repr((given.cache_salt or parsed.cache_salt, lora and lora.lora_name)).encode()
         if len(ids) <= self.input_processor.max_model_len:  # else it is refused, as it came
             parsed = parsed._replace(text=text, token_ids=ids, messages=None)
@@ -149,7 +151,7 @@ class EngineGroup:
         return None if is_served else self._reasons()
 
     @property
-    def lora(self) -> Adapters:
+    def lora(self) -> GroupAdapters:
         members = sorted(self.members, key=lambda member: member.health() is not None)
         return GroupAdapters([member.lora for member in members], self.health())
 
