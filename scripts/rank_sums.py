@@ -1,4 +1,5 @@
-"""Sums over the ranks of one host, each a process: right, and microseconds by rows and kind."""
+"""Sums over the ranks of one host, and rows that engines of one GPU each exchange: right, and
+microseconds by rows and kind. Each rank is a process."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import time
 from typing import Any
 
 import torch
+from torch.distributed import PrefixStore
 
 from asyncllm.graphs.pool import GraphPool
 from asyncllm.kernels import all_reduce as sums_kernel
@@ -19,6 +21,9 @@ from asyncllm.models.parallel.collectives import CollectiveMesh, find_store, ope
 
 SUM_SIZE = 4096
 SUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+EXCHANGED_SIZE = 2048
+EXCHANGED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+TOP_K = 8
 SUM_CALLS = 64  # of a captured graph: as many as an 8B model's decode step has
 REPLAYS = 20
 
@@ -59,6 +64,19 @@ def sums_of_rank(rank: int, num_ranks: int, port: int) -> None:
             us = sums_of_rows(mesh, num_ranks, rank, rows)
             if rank == 0:
                 print(f"| {rows} | {' | '.join(us)} |", flush=True)
+    sums_kernel.MOST_GATHERED = max(EXCHANGED_ROWS)
+    config, engines = MeshConfig(dp=num_ranks, engine=rank), PrefixStore("engines", store)
+    shared = CollectiveMesh(config, None, "127.0.0.1", device, EXCHANGED_SIZE, engines)
+    assert shared.rows is not None
+    if rank == 0:
+        print(f"Rows of {EXCHANGED_SIZE}, experts and gates, of engines that share experts")
+        print("| rows of each | gathered by NCCL, us | ours | scattered by NCCL | ours |")
+        print("| --- | --- | --- | --- | --- |", flush=True)
+    with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+        for rows in EXCHANGED_ROWS:
+            us = exchange_of_rows(shared, num_ranks, rank, rows)
+            if rank == 0:
+                print(f"| {rows} | {' | '.join(us)} |", flush=True)
     mesh.close()
     os._exit(0)
 
@@ -91,6 +109,27 @@ def sums_of_rows(mesh: CollectiveMesh, num_ranks: int, rank: int, rows: int) -> 
         us.append(captured_us(lambda form=sums: all_reduce(x, form)))
         us.append(captured_us(lambda form=sums: add_rms_norm(x, residual, norm, form)))
     return [f"{each:.1f}" for each in us]
+
+
+def exchange_of_rows(mesh: CollectiveMesh, num_ranks: int, rank: int, rows: int) -> list[str]:
+    torch.manual_seed(rows)
+    every = torch.randn(num_ranks, rows, EXCHANGED_SIZE, device="cuda", dtype=torch.bfloat16)
+    gates = torch.rand(num_ranks, rows, TOP_K, device="cuda")
+    ids = (gates * 100).int()
+    parts = torch.randn(num_ranks * rows, EXCHANGED_SIZE, device="cuda", dtype=torch.bfloat16)
+    own, memory, us = (every[rank], ids[rank], gates[rank]), mesh.rows, []
+    by_nccl: list[torch.Tensor] = []
+    for which in (None, memory):
+        mesh.rows = which
+        for _ in range(5):
+            found = mesh.gather_rows(*own)
+            for ours, expected in zip(found, (every, ids, gates), strict=True):
+                assert torch.equal(ours, expected.flatten(0, 1)), (rank, rows)
+        by_nccl.append(mesh.sum_rows(parts))
+        us.append((captured_us(lambda: mesh.gather_rows(*own)),
+                   captured_us(lambda: mesh.sum_rows(parts))))  # fmt: skip
+    torch.testing.assert_close(by_nccl[0], by_nccl[1], atol=0.06, rtol=0.02)
+    return [f"{pair[kind]:.1f}" for kind in (0, 1) for pair in us]
 
 
 def captured_us(run: Any) -> float:

@@ -137,11 +137,12 @@ class Experts:
     def _of_all_engines(self, mesh: Mesh, x: Normed, routed: Routed) -> tuple[Normed, Routed]:
         """Their rows below each other: for each of them every rank has some of the experts."""
         slots = [] if self._lora is None else self._lora.slots_among_engines
-        own = x.whole(), routed.ids, routed.gates, *slots
-        values, ids, gates, *slots = mesh.gather_rows(*own)
+        squares = [] if x.squares is None else [x.squares]
+        every = mesh.gather_rows(x.values, routed.ids, routed.gates, *squares, *slots)
+        values, ids, gates = every[:3]
         if self._lora is not None:
-            self._lora.select(slots)
-        return Normed(values), Routed(ids, gates)
+            self._lora.select(every[3 + len(squares) :])
+        return Normed(values, every[3] if squares else None, x.eps), Routed(ids, gates)
 
     @property
     def full_read_tokens(self) -> int:

@@ -14,12 +14,12 @@ from collections import deque
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import distributed
 
-from asyncllm.kernels.all_reduce import RANKS, PeerSums, RowSums
+from asyncllm.kernels.all_reduce import RANKS, PeerRows, PeerSums, RowSums
 from asyncllm.mesh_config import MeshConfig
 
 logger = logging.getLogger("asyncllm")
@@ -29,6 +29,8 @@ _c10d: Any = distributed  # whose stubs lack much of it
 # this has passed says that nobody does.
 TIMEOUT = timedelta(hours=1)
 CLOSE_SECONDS = 5.0
+
+Shared = TypeVar("Shared", PeerSums, PeerRows)
 
 
 def open_store(num_ranks: int, listener: socket.socket) -> Any:
@@ -104,9 +106,14 @@ class CollectiveMesh:
         self._closing: threading.Thread | None = None
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
         self.least(0)  # NCCL connects at the first call, which must not be a captured one
-        self.sums = None
+        self.sums: PeerSums | None = None
+        self.rows: PeerRows | None = None
         if row_size is not None and config.tp > 1:
-            self.sums = self._share_memory(store, row_size)
+            store = _c10d.PrefixStore(f"memory {config.stage}", store)
+            self.sums = self._share_memory(PeerSums, store, config.place, config.tp, row_size)
+        if row_size is not None and config.dp > 1:
+            store = _c10d.PrefixStore(f"memory {config.rank}", engines)
+            self.rows = self._share_memory(PeerRows, store, config.engine, config.dp, row_size)
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         if (sums := self.row_sums(x)) is not None:
@@ -123,23 +130,24 @@ class CollectiveMesh:
             self.num_calls += 1
         return sums
 
-    def _share_memory(self, store: Any, row_size: int) -> PeerSums | None:
-        """With the stage's other ranks, where they are on one host and reach each other."""
-        tp, place = self.config.tp, self.config.place
-        names = (f"memory {self.config.stage} {number}" for number in count())
+    def _share_memory(
+        self, make: type[Shared], store: Any, place: int, num_ranks: int, row_size: int
+    ) -> Shared | None:
+        """With other ranks, where they are on one host and reach each other."""
+        numbers = count()
 
         def exchange(ours: bytes) -> list[bytes]:
-            name = next(names)
-            store.set(f"{name} {place}", b" " + ours)
-            return [bytes(store.get(f"{name} {peer}"))[1:] for peer in range(tp)]
+            number = next(numbers)
+            store.set(f"{number} {place}", b" " + ours)
+            return [bytes(store.get(f"{number} {peer}"))[1:] for peer in range(num_ranks)]
 
         own = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-        if tp not in RANKS or any(host != own for host in exchange(own)):
+        if num_ranks not in RANKS or any(host != own for host in exchange(own)):
             return None
         try:
-            return PeerSums(place, tp, row_size, self._device, exchange)
+            return make(place, num_ranks, row_size, self._device, exchange)
         except OSError as error:
-            logger.info("falling back to NCCL for sums of few rows: %s", error)
+            logger.info("falling back to NCCL for few rows: %s", error)
             return None
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -184,6 +192,11 @@ class CollectiveMesh:
 
     def gather_rows(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """In one call, whatever their dtypes: the bytes of a row lie beside each other."""
+        if self.rows is not None and (gather := self.rows.find_gather(tensors)) is not None:
+            from asyncllm.kernels.all_reduce.gather import gather_rows  # slow to import: Triton
+
+            self.num_calls += 1
+            return gather_rows(tensors, gather)
         parts = [tensor.contiguous().view(torch.uint8) for tensor in tensors]
         own = torch.cat(parts, dim=1)
         every = own.new_empty(self.config.dp * len(own), own.shape[1])
@@ -194,6 +207,11 @@ class CollectiveMesh:
         return [each.contiguous().view(tensor.dtype) for each, tensor in pairs]
 
     def sum_rows(self, x: torch.Tensor) -> torch.Tensor:
+        if self.rows is not None and (sums := self.rows.find_sums(x)) is not None:
+            from asyncllm.kernels.all_reduce.kernel import reduce_scatter
+
+            self.num_calls += 1
+            return reduce_scatter(x, sums)
         own = x.new_empty(len(x) // self.config.dp, x.shape[1])
         options = _in_stream(_c10d.distributed_c10d.ReduceScatterOptions())
         self._finish(self._engines._reduce_scatter_base(own, x.contiguous(), options))
@@ -223,8 +241,9 @@ class CollectiveMesh:
         """Ends calls that wait, with an error. From any thread; once, however often called."""
         if self._closing is not None:
             return
-        if self.sums is not None:
-            self.sums.end_waiting()
+        for memory in (self.sums, self.rows):
+            if memory is not None:
+                memory.end_waiting()
         # NCCL's returns when no graph is left that has calls of it.
         self._closing = threading.Thread(target=self._abort, name="asyncllm-mesh", daemon=True)
         self._closing.start()

@@ -1,4 +1,4 @@
-"""Sums over ranks, by processes that share memory: of a CPU under Triton's interpreter, or of GPUs.
+"""Sums over ranks and gathered rows, by processes that share memory: under Triton's interpreter.
 
 Under the interpreter the ranks are forked and address the same pages, so what waits for another
 rank's numbers really waits.
@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from asyncllm.kernels.all_reduce import SETS, RowSums
+from asyncllm.kernels.all_reduce import SETS, RowGather, RowSums
 from asyncllm.kernels.records import Norm
 
 pytest.importorskip("triton")
@@ -43,6 +43,10 @@ class SharedRanks:
         calls = torch.zeros(MAX_ROWS, dtype=torch.int32)
         num_ranks = len(self._memories)
         return RowSums(torch.tensor(addresses), calls, rank, num_ranks, self._in_two_shots)
+
+    def gather(self, rank: int, row_words: int) -> RowGather:
+        sums = self.sums(rank)
+        return RowGather(sums.peers, sums.calls, rank, sums.num_ranks, row_words)
 
 
 def on_ranks(num_ranks: int, run: Callable[[int], None]) -> None:
@@ -110,6 +114,70 @@ def test_a_norm_is_that_of_the_sum(in_two_shots: bool) -> None:
             assert torch.equal(x, expected) and torch.equal(own_residual, expected_residual)
 
     on_ranks(num_ranks, run)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_sums_are_scattered(num_ranks: int) -> None:
+    from asyncllm.kernels.all_reduce.kernel import all_reduce, reduce_scatter
+
+    size, dtype = 24, torch.bfloat16
+    shared = SharedRanks(num_ranks, size, in_two_shots=False)
+
+    def run(rank: int) -> None:
+        sums = shared.sums(rank)
+        for call in range(2 * SETS + 1):
+            of_ranks = [summands(num_ranks, 10 * call + e, size, dtype) for e in range(num_ranks)]
+            rows = min(len(each[0]) for each in of_ranks)
+            x = torch.cat([each[rank][:rows] for each in of_ranks])  # one engine's below the other
+            expected = torch.stack([each[:rows] for each in of_ranks[rank]]).float().sum(0)
+            assert torch.equal(reduce_scatter(x, sums), expected.to(dtype)), (rank, call)
+            if call == 3:  # another kind of call by the same memory
+                whole = torch.stack(summands(num_ranks, 5, size, dtype))
+                all_reduce(mine := whole[rank].clone(), sums)
+                assert torch.equal(mine, whole.float().sum(0).to(dtype))
+
+    on_ranks(num_ranks, run)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_rows_are_gathered(num_ranks: int) -> None:
+    from asyncllm.kernels.all_reduce.gather import gather_rows
+
+    size = 24
+    row_words = 40
+    shared = SharedRanks(num_ranks, 2 * row_words, in_two_shots=False)
+
+    def rows_of(rank: int, call: int) -> tuple[torch.Tensor, ...]:
+        """Of values, experts, gates and more, in some calls."""
+        torch.manual_seed(10 * call + rank)
+        rows = MAX_ROWS - call % 2
+        values = torch.randn(rows, size).to(torch.float16)
+        ids, slots = torch.randint(128, (rows, 3)), torch.randint(5, (rows, 1), dtype=torch.int32)
+        every = values, ids, torch.rand(rows, 3), slots, torch.rand(rows, 7)
+        return every[: 3 + call % 3]
+
+    def run(rank: int) -> None:
+        gather = shared.gather(rank, row_words)
+        for call in range(2 * SETS + 1):
+            found = gather_rows(rows_of(rank, call), gather)
+            of_ranks = zip(*(rows_of(each, call) for each in range(num_ranks)), strict=True)
+            for ours, expected in zip(found, of_ranks, strict=True):
+                assert torch.equal(ours, torch.cat(expected)), (rank, call)
+
+    on_ranks(num_ranks, run)
+
+
+def test_a_word_that_means_nothing_arrives_as_nan() -> None:
+    from asyncllm.kernels.all_reduce.gather import gather_rows
+
+    shared = SharedRanks(2, 32, in_two_shots=False)
+
+    def run(rank: int) -> None:
+        x = torch.full((1, 8), -1, dtype=torch.int32)
+        tensors = x.view(torch.bfloat16), x.view(torch.float32)
+        assert all(each.isnan().all() for each in gather_rows(tensors, shared.gather(rank, 16)))
+
+    on_ranks(2, run)
 
 
 def test_waiting_ends_when_it_is_closed() -> None:

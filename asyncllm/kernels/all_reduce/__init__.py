@@ -1,8 +1,9 @@
-"""Sums over the tensor-parallel ranks of one host, through memory that all of them address.
+"""Sums over the ranks of one host, and rows gathered from them, through memory that all address.
 
 An all-reduce of a few rows is all latency: NCCL's takes 10 to 20 us, which a decode step pays twice
 a layer. Here one kernel writes a row to the other ranks, waits for theirs, and goes on with what
-follows the sum: the residual, and the next norm (kernel.py, and kernels/rms_norm).
+follows the sum: the residual, and the next norm (kernel.py, and kernels/rms_norm). Engines that
+share experts gather rows (gather.py) and scatter their sums likewise.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import torch
 from asyncllm.kernels.all_reduce.peer_memory import Exchange, PeerMemory
 
 SETS = 3  # as kernel.py has them
-NUMBER_BYTES = 2
+NUMBER_BYTES, WORD_BYTES = 2, 4
 # Bytes of all rows. With more, calls that follow each other took hundreds of us: docs/log/ranks.md.
 MOST_IN_ONE_SHOT = {2: 256 << 10, 4: 128 << 10, 8: 64 << 10}
 MOST_IN_TWO_SHOTS = {2: 0, 4: 256 << 10, 8: 256 << 10}
+MOST_GATHERED = 32  # rows of an engine
+MAX_TENSORS = 5  # gathered at a time
 RANKS = tuple(MOST_IN_ONE_SHOT)
 
 
@@ -33,6 +36,17 @@ class RowSums:
     in_two_shots: bool
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RowGather:
+    """Arguments of the kernel that gathers, as in `RowSums`. row_words: room for a row's words."""
+
+    peers: torch.Tensor
+    calls: torch.Tensor
+    rank: int
+    num_ranks: int
+    row_words: int
+
+
 class PeerSums:
     """Sums of rows of `size` numbers of 16 bits. All ranks construct it together, and ask it for
     the same numbers of rows in the same order. Raises `OSError` as `PeerMemory` does."""
@@ -41,8 +55,7 @@ class PeerSums:
         self, rank: int, num_ranks: int, size: int, device: torch.device, exchange: Exchange
     ) -> None:
         self._size = size
-        with torch.inference_mode(False):  # it is written to outside of it, too
-            self._closed = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._closed = _closed_word()
         row_bytes = size * NUMBER_BYTES
         most = {False: MOST_IN_ONE_SHOT[num_ranks] // row_bytes}
         if size % num_ranks == 0:
@@ -54,11 +67,9 @@ class PeerSums:
                 continue
             parts = 2 if in_two_shots else num_ranks
             memory = PeerMemory(rank, max_rows * SETS * parts * row_bytes, device, exchange)
-            addresses = [*memory.addresses, self._closed.data_ptr()]
-            peers = torch.tensor(addresses, dtype=torch.int64, device=device)
-            calls = torch.zeros(max_rows, dtype=torch.int32, device=device)
+            arrays = _arrays(memory, self._closed, max_rows, device)
             self._memories.append(memory)
-            self.forms.append((max_rows, RowSums(peers, calls, rank, num_ranks, in_two_shots)))
+            self.forms.append((max_rows, RowSums(*arrays, rank, num_ranks, in_two_shots)))
 
     def find(self, x: torch.Tensor) -> RowSums | None:
         """How to sum x [T, size]; None: not here."""
@@ -69,3 +80,60 @@ class PeerSums:
     def end_waiting(self) -> None:
         """Kernels that wait for other ranks end. From any thread."""
         self._closed.fill_(1)
+
+
+class PeerRows:
+    """Rows of `size` numbers of 16 bits, and what belongs to them, of engines that share experts.
+    As `PeerSums`."""
+
+    def __init__(
+        self, rank: int, num_ranks: int, size: int, device: torch.device, exchange: Exchange
+    ) -> None:
+        self._size = size
+        self._closed = _closed_word()
+        row_bytes = size * NUMBER_BYTES
+        self.max_rows = max(1, min(MOST_GATHERED, MOST_IN_ONE_SHOT[num_ranks] // row_bytes))
+        words = size + 256  # half of it, the parts of a norm's factor, experts and gates
+        sets = self.max_rows * SETS * num_ranks
+        self._memories = [
+            PeerMemory(rank, sets * num_bytes, device, exchange)
+            for num_bytes in (row_bytes, words * WORD_BYTES)
+        ]
+        of_sums, of_rows = (
+            _arrays(memory, self._closed, self.max_rows, device) for memory in self._memories
+        )
+        self._sums = RowSums(*of_sums, rank, num_ranks, in_two_shots=False)
+        self._gather = RowGather(*of_rows, rank, num_ranks, words)
+
+    def find_gather(self, tensors: tuple[torch.Tensor, ...]) -> RowGather | None:
+        """How to gather them, [T, n] each; None: not here."""
+        num_bytes = [each.shape[1] * each.element_size() for each in tensors]
+        if len(tensors[0]) > self.max_rows or len(tensors) > MAX_TENSORS:
+            return None
+        if any(each % WORD_BYTES for each in num_bytes):
+            return None
+        return self._gather if sum(num_bytes) <= self._gather.row_words * WORD_BYTES else None
+
+    def find_sums(self, x: torch.Tensor) -> RowSums | None:
+        """How to scatter the sums of x [ranks * T, size]; None: not here."""
+        if x.shape[1] != self._size or x.element_size() != NUMBER_BYTES:
+            return None
+        return self._sums if len(x) <= self.max_rows * self._sums.num_ranks else None
+
+    def end_waiting(self) -> None:
+        """As `PeerSums.end_waiting`."""
+        self._closed.fill_(1)
+
+
+def _closed_word() -> torch.Tensor:
+    with torch.inference_mode(False):  # it is written to outside of it, too
+        return torch.zeros(1, dtype=torch.int32, pin_memory=True)
+
+
+def _arrays(
+    memory: PeerMemory, closed: torch.Tensor, max_rows: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`RowSums.peers` and `calls`."""
+    addresses = [*memory.addresses, closed.data_ptr()]
+    peers = torch.tensor(addresses, dtype=torch.int64, device=device)
+    return peers, torch.zeros(max_rows, dtype=torch.int32, device=device)

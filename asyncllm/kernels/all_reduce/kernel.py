@@ -37,8 +37,8 @@ POLLS = tl.constexpr(256)  # between looks at `closed`, which is host memory
 
 
 @triton.jit
-def _wait(ptr, inside, closed_ptr):
-    """The numbers' bits, when all of them are there."""
+def wait_for(ptr, inside, closed_ptr):
+    """The numbers' bits, [n, m] of them, when all are there."""
     bits = tl.load(ptr, inside, other=0, volatile=True)
     num_missing = tl.sum(tl.sum((bits == EMPTY).to(tl.int32), axis=1), axis=0)
     polls = 0
@@ -62,9 +62,12 @@ def _bits(x):
 def sum_of_ranks(
     x_ptr, peers_ptr, calls_ptr, row, rank,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr, TWO_SHOTS: tl.constexpr,
+    SCATTERS: tl.constexpr = False,
 ):  # fmt: skip
     """[BLOCK] in float32, rounded to x's dtype: the sum of all ranks' x_ptr[row, :SIZE].
 
+    SCATTERS: x has as many rows for each rank as there are programs; the sum is that of this
+    rank's rows.
     peers_ptr: int64 addresses of the ranks' memory, then of `closed`; calls_ptr: int32 [rows].
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -91,22 +94,26 @@ def sum_of_ranks(
         empty = tl.full((1, BLOCK), EMPTY, tl.int16)
         tl.store(own + before + column, empty, inside)
         tl.store(own + before + SIZE + column, empty, inside)
-        bits = _wait(own + now + source * PART + at, in_part, closed)
+        bits = wait_for(own + now + source * PART + at, in_part, closed)
         part = tl.sum(bits.to(dtype, bitcast=True).to(tl.float32), axis=0).to(dtype)
         sent = tl.broadcast_to(_bits(part)[None, :], (RANKS, PART_BLOCK))
         tl.store(peers + now + SIZE + rank * PART + at, sent, in_part)
-        found = _wait(own + now + SIZE + column, inside, closed)
+        found = wait_for(own + now + SIZE + column, inside, closed)
         total = tl.sum(found.to(dtype, bitcast=True).to(tl.float32), axis=0)
     else:
         now = (row * SETS + call) * (RANKS * SIZE)
         before = (row * SETS + (call + 2) % SETS) * (RANKS * SIZE)
         everywhere = inside & (source < RANKS)
-        x = tl.load(x_ptr + column, inside, other=0.0)
-        sent = tl.broadcast_to(_bits(x), (RANKS, BLOCK))
+        if SCATTERS:
+            of_rank = source.to(tl.int64) * tl.num_programs(0) * SIZE
+            sent = _bits(tl.load(x_ptr + of_rank + column, everywhere, other=0.0))
+        else:
+            x = tl.load(x_ptr + column, inside, other=0.0)
+            sent = tl.broadcast_to(_bits(x), (RANKS, BLOCK))
         tl.store(peers + now + rank * SIZE + column, sent, everywhere)
         empty = tl.full((RANKS, BLOCK), EMPTY, tl.int16)
         tl.store(own + before + source * SIZE + column, empty, everywhere)
-        bits = _wait(own + now + source * SIZE + column, everywhere, closed)
+        bits = wait_for(own + now + source * SIZE + column, everywhere, closed)
         total = tl.sum(bits.to(dtype, bitcast=True).to(tl.float32), axis=0)
         total = total.to(dtype).to(tl.float32)
     tl.store(calls_ptr, (call + 1) % SETS)  # all threads have read it: they met while waiting
@@ -115,28 +122,43 @@ def sum_of_ranks(
 
 @triton.jit
 def _all_reduce_kernel(
-    x_ptr, peers_ptr, calls_ptr, rank, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    RANKS: tl.constexpr, TWO_SHOTS: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, out_ptr, peers_ptr, calls_ptr, rank, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    RANKS: tl.constexpr, TWO_SHOTS: tl.constexpr, SCATTERS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A row to a program."""
     if PDL:
         start_next()
         after = wait_previous()
         x_ptr += after
+        out_ptr += after
         calls_ptr += after
     row = tl.program_id(0)
-    total = sum_of_ranks(x_ptr, peers_ptr, calls_ptr, row, rank, SIZE, BLOCK, RANKS, TWO_SHOTS)
+    total = sum_of_ranks(
+        x_ptr, peers_ptr, calls_ptr, row, rank, SIZE, BLOCK, RANKS, TWO_SHOTS, SCATTERS
+    )
     column = tl.arange(0, BLOCK)
-    at = x_ptr + row.to(tl.int64) * SIZE + column
-    tl.store(at, total.to(x_ptr.dtype.element_ty), column < SIZE)
+    at = out_ptr + row.to(tl.int64) * SIZE + column
+    tl.store(at, total.to(out_ptr.dtype.element_ty), column < SIZE)
 
 
 def all_reduce(x: torch.Tensor, sums: RowSums) -> None:
     """In place: x [T, size] becomes the sum of all ranks' x."""
-    block = triton.next_power_of_2(x.shape[1])
-    _all_reduce_kernel[(len(x),)](
-        x, sums.peers, sums.calls, sums.rank, SIZE=x.shape[1], BLOCK=block, RANKS=sums.num_ranks,
-        TWO_SHOTS=sums.in_two_shots, num_warps=num_warps(block), **launch_flags(x.device),
+    _launch(x, x, sums, scatters=False)
+
+
+def reduce_scatter(x: torch.Tensor, sums: RowSums) -> torch.Tensor:
+    """[ranks * T, size] -> [T, size]: this rank's rows of the sum of all ranks' x, in one shot."""
+    out = x.new_empty((len(x) // sums.num_ranks, x.shape[1]))
+    _launch(x, out, sums, scatters=True)
+    return out
+
+
+def _launch(x: torch.Tensor, out: torch.Tensor, sums: RowSums, scatters: bool) -> None:
+    size, block = x.shape[1], triton.next_power_of_2(x.shape[1])
+    _all_reduce_kernel[(len(out),)](
+        x, out, sums.peers, sums.calls, sums.rank, SIZE=size, BLOCK=block, RANKS=sums.num_ranks,
+        TWO_SHOTS=sums.in_two_shots, SCATTERS=scatters, num_warps=num_warps(block),
+        **launch_flags(x.device),
     )  # fmt: skip
 
 
