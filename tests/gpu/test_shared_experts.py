@@ -71,22 +71,28 @@ async def _final(engine: AsyncLLMEngine, ask: Ask, lora: LoRARequest | None) -> 
     return await engine.generate(*ask, lora_request=lora)
 
 
-def expect_near(ours: Sequence[RequestOutput], expected: Sequence[RequestOutput]) -> None:
-    """Log-probabilities of the prompt, and tokens with theirs until two are equally likely."""
+def expect_near(
+    ours: Sequence[RequestOutput], expected: Sequence[RequestOutput], rerouted: float = 0.0
+) -> None:
+    """Log-probabilities of the prompt, and tokens with theirs until two are equally likely.
+    rerouted: the share of tokens for which rounding may choose another expert."""
+    gaps: list[float] = []
     for output, other in zip(ours, expected, strict=True):
         for entry, found in zip(output.prompt_logprobs or (), other.prompt_logprobs or (),
                                 strict=True):  # fmt: skip
-            for token in (entry or {}).keys() & (found or {}).keys():
-                assert entry[token].logprob == pytest.approx(found[token].logprob, abs=TOLERANCE)
+            tokens = (entry or {}).keys() & (found or {}).keys()
+            gaps += (abs(entry[token].logprob - found[token].logprob) for token in tokens)
         (answer,), (other_answer,) = output.outputs, other.outputs
         assert answer.logprobs is not None and other_answer.logprobs is not None
-        tokens = zip(answer.token_ids, other_answer.token_ids, strict=False)
+        pairs = zip(answer.token_ids, other_answer.token_ids, strict=False)
         for (token, right), entry, found in zip(
-            tokens, answer.logprobs, other_answer.logprobs, strict=False
+            pairs, answer.logprobs, other_answer.logprobs, strict=False
         ):
-            assert entry[token].logprob == pytest.approx(found[right].logprob, abs=TOLERANCE)
+            gaps.append(abs(entry[token].logprob - found[right].logprob))
             if token != right:  # a near tie: what follows has another context
                 break
+    far = [round(gap, 2) for gap in gaps if not gap <= TOLERANCE]
+    assert len(far) <= rerouted * len(gaps), f"{len(far)} of {len(gaps)} are off: {far}"
 
 
 def alone(folder: Path, **args: Any) -> list[RequestOutput]:
@@ -147,8 +153,15 @@ def test_adapters_of_experts(folder: Path, tmp_path: Path) -> None:
         async with AsyncLLMEngine(str(folder), **args | more) as engine:
             return await answers(engine, loras)
 
+    async def plain() -> list[RequestOutput]:
+        async with AsyncLLMEngine(str(folder), **args) as engine:
+            return await answers(engine)
+
     expected = run(answered())
-    expect_near(run(answered(**WAYS["dp2"], enable_expert_parallel=True)), expected)
+    ours = run(answered(**WAYS["dp2"], enable_expert_parallel=True))
+    expect_near(ours, expected, rerouted=0.02)
+    with pytest.raises(AssertionError, match="are off"):  # the comparison tells adapters apart
+        expect_near(run(plain()), expected, rerouted=0.02)
 
 
 def test_a_lost_engine(folder: Path) -> None:
