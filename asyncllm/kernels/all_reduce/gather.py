@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from asyncllm.kernels.all_reduce import MAX_TENSORS, RowGather
-from asyncllm.kernels.all_reduce.kernel import EMPTY, SETS, wait_for
+from asyncllm.kernels.all_reduce.kernel import EMPTY, SETS, wait_for, wait_for_first
 from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
 
 WORDS_PER_WARP = 256
@@ -94,6 +94,7 @@ def _gather_kernel(
     empty = tl.full((RANKS, ROW_BLOCK), EMPTY, tl.int32)
     tl.store(own + before + source * ROW_WORDS + column, empty, everywhere)
     own += now
+    wait_for_first(own + tl.arange(0, RANKS) * ROW_WORDS, closed)
     _receive(a_out_ptr, own, closed, row, num_rows, A, BLOCK, RANKS, ROW_WORDS)
     if B:
         _receive(b_out_ptr, own + A, closed, row, num_rows, B, SMALL, RANKS, ROW_WORDS)
