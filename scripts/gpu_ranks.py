@@ -6,6 +6,8 @@
                                               whose name has one of the words
     scripts/gpu_ranks.py --http lat1,tput --model DIR --layout tp2 [--layout tp4 ...]
                                               the workloads over HTTP, by gpu_timing.py
+    scripts/gpu_ranks.py --steps --model DIR --layout tp2 ...
+                                              step times, for the simulations
 
 A check or a layout runs in a process of its own, on as many devices as it needs; several run beside
 each other where there are devices. Exit status 1 if something failed.
@@ -30,6 +32,7 @@ from pathlib import Path
 import torch
 from gpu_timing import figures, time_http
 from rank_checks import LAYOUTS, named_checks
+from rank_steps import measure as measure_steps
 from rank_sums import run_sums
 
 from asyncllm.kernels.all_reduce import RANKS
@@ -120,6 +123,10 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
         for name, (layout, _) in named_checks().items():
             if not args.checks or any(word in name for word in args.checks):
                 jobs.append(Job(name, num_devices(layout), ["--check", name], CHECK_SECONDS))
+    for layout in args.layout if args.steps else ():
+        for model in args.model:
+            run = ["--steps-of", layout, "--model", model]
+            jobs.append(Job(f"steps of {layout}", num_devices(layout), run, HTTP_SECONDS))
     for layout in args.layout if args.http else ():
         for model in args.model:
             run = ["--http", args.http, "--model", model, "--run-layout", layout]
@@ -143,7 +150,8 @@ def main() -> int:
     parser.add_argument("--model", action="append", default=[])
     parser.add_argument("--layout", action="append", default=[], choices=LAYOUTS)
     parser.add_argument("--memory", type=float, default=0.85, help="gpu_memory_utilization")
-    for name in ("--check", "--sums-of", "--run-layout"):
+    parser.add_argument("--steps", action="store_true")
+    for name in ("--check", "--sums-of", "--run-layout", "--steps-of"):
         parser.add_argument(name, help=argparse.SUPPRESS)  # a job's own process
     args = parser.parse_args()
     if args.check:
@@ -152,6 +160,9 @@ def main() -> int:
         return 0 if ok else 1
     if args.sums_of:
         return run_sums(int(args.sums_of))
+    if args.steps_of:
+        asyncio.run(measure_steps(args.model[0], args.steps_of))
+        return 0
     if args.run_layout:
         return run_layout(args)
     devices = Devices()
