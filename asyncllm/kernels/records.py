@@ -193,7 +193,7 @@ class Routed:
     """The experts of each token, all different, and what they count. `own`: only some of the
     experts are here, and the others add nothing; ids count all of them."""
 
-    ids: torch.Tensor  # int64 or int32 [T, k], below the number of experts
+    ids: torch.Tensor  # int64 or int32 [T, k], below the number of all experts
     gates: torch.Tensor  # float32 [T, k]
     own: ExpertRange | None = None
 

@@ -119,6 +119,8 @@ class Worker:
         self.group = group
         with self._phase("ranks"):
             self._mesh = connect()
+            if not self._mesh.config.is_alone:
+                ops.agree(self._mesh.least)
         with self._phase("load"):
             model, lora, stages = make_model(config, ops, self._mesh, self.device)
             loading = load_model(model, config, early, self.device, progress)

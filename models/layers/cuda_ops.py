@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -39,6 +41,9 @@ class CudaOps:
         self._skinny_gemm = SkinnyGemm(device)
         self._gemm = gemm
         self._linear = F.linear if gemm is None else gemm.linear
+
+    def agree(self, least: Callable[[int], int]) -> None:
+        self._skinny_gemm.agree(least)
 
     def before_capture(self) -> None:
         if self._gemm is not None:

@@ -11,6 +11,7 @@ are contiguous.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -74,6 +75,11 @@ class ExpertAdapters(Protocol):
 
 
 class Ops(FusedProducts, Protocol):
+    def agree(self, least: Callable[[int], int]) -> None:
+        """Use only kernels that all ranks can run, which all call this. least: the minimum of a
+        number over them."""
+        return None
+
     def before_capture(self) -> None:
         """Autotune the calls since the last one, which are about to be captured."""
         return None

@@ -42,10 +42,11 @@ class CpuExperts:
             return grouped_experts(values, all_experts, routed)
         out = torch.zeros(values.shape, dtype=torch.float32)
         first = 0 if routed.own is None else routed.own.first
-        for expert in range(shape.num_experts):
-            token, place = (routed.ids == first + expert).nonzero(as_tuple=True)
-            if not len(token):
+        for number in routed.ids.unique().tolist():
+            expert = number - first
+            if not 0 <= expert < shape.num_experts:
                 continue
+            token, place = (routed.ids == number).nonzero(as_tuple=True)
             gate_up, down = (_expert(weights, product, shape, expert) for product in PRODUCTS)
             both = self._kernel.product(scheme, gate_up, Normed(values[token]))
             gated = swiglu(both, shape.activation)

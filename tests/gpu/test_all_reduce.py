@@ -180,12 +180,24 @@ def test_a_word_that_means_nothing_arrives_as_nan() -> None:
     on_ranks(2, run)
 
 
-def test_waiting_ends_when_it_is_closed() -> None:
-    from asyncllm.kernels.all_reduce.kernel import all_reduce
+@pytest.mark.parametrize("kind", ["sum", "in two shots", "scatter", "gather"])
+def test_waiting_ends_when_it_is_closed(kind: str) -> None:
+    from asyncllm.kernels.all_reduce.gather import gather_rows
+    from asyncllm.kernels.all_reduce.kernel import all_reduce, reduce_scatter
 
-    shared = SharedRanks(2, 16, in_two_shots=False)
+    shared = SharedRanks(2, 32, in_two_shots=kind == "in two shots")
     shared.closed.fill_(1)
-    on_ranks(1, lambda rank: all_reduce(torch.ones(1, 16, dtype=torch.bfloat16), shared.sums(rank)))
+
+    def run(rank: int) -> None:
+        x = torch.ones(2, 32, dtype=torch.bfloat16)
+        if kind == "gather":
+            gather_rows((x[:, :16].contiguous(), x[:, :2].float()), shared.gather(rank, 16))
+        elif kind == "scatter":
+            reduce_scatter(x, shared.sums(rank))
+        else:
+            all_reduce(x, shared.sums(rank))
+
+    on_ranks(1, run)
 
 
 def test_numbers_that_mean_nothing_arrive_as_nan() -> None:

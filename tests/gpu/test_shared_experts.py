@@ -91,6 +91,7 @@ def expect_near(
             gaps.append(abs(entry[token].logprob - found[right].logprob))
             if token != right:  # a near tie: what follows has another context
                 break
+    assert gaps
     far = [round(gap, 2) for gap in gaps if not gap <= TOLERANCE]
     assert len(far) <= rerouted * len(gaps), f"{len(far)} of {len(gaps)} are off: {far}"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -65,9 +66,11 @@ class EngineGroup:
             raise InvalidRequestError(f"request_id {request_id!r} is in use", "request_id")
         lora = given.lora_request
         if lora is not None and not self.lora.have(lora):
-            is_loading = self.lora.find(lora.lora_name) == lora
-            if given.adds_lora or is_loading:
+            if given.adds_lora:
                 await self._add_lora(lora)
+            elif self.lora.find(lora.lora_name) == lora:  # an engine loads it, or cannot
+                with suppress(InvalidRequestError):
+                    await self._add_lora(lora)
         key = repr((given.cache_salt or parsed.cache_salt, lora and lora.lora_name)).encode()
         if len(ids) <= self.input_processor.max_model_len:  # else it is refused, as it came
             parsed = parsed._replace(text=text, token_ids=ids, messages=None)

@@ -16,10 +16,10 @@ from asyncllm.kernels.all_reduce.peer_memory import Exchange, PeerMemory
 
 SETS = 3  # as kernel.py has them
 NUMBER_BYTES, WORD_BYTES = 2, 4
-# Bytes of all rows, by measurements of 2 and 4 ranks (docs/log/ranks.md).
-MOST_IN_ONE_SHOT = {2: 1 << 20, 4: 256 << 10, 8: 64 << 10}
-MOST_IN_TWO_SHOTS = {2: 2 << 20, 4: 2 << 20, 8: 256 << 10}
-MOST_GATHERED = {2: 128, 4: 64, 8: 32}  # rows of an engine
+# Bytes of all rows. With more, calls that follow each other took hundreds of us: docs/log/ranks.md.
+MOST_IN_ONE_SHOT = {2: 256 << 10, 4: 128 << 10, 8: 64 << 10}
+MOST_IN_TWO_SHOTS = {2: 0, 4: 256 << 10, 8: 256 << 10}
+MOST_GATHERED = 32  # rows of an engine
 MAX_TENSORS = 5  # gathered at a time
 RANKS = tuple(MOST_IN_ONE_SHOT)
 
@@ -92,9 +92,7 @@ class PeerRows:
         self._size = size
         self._closed = _closed_word()
         row_bytes = size * NUMBER_BYTES
-        self.max_rows = max(
-            1, min(MOST_GATHERED[num_ranks], MOST_IN_ONE_SHOT[num_ranks] // row_bytes)
-        )
+        self.max_rows = max(1, min(MOST_GATHERED, MOST_IN_ONE_SHOT[num_ranks] // row_bytes))
         words = size + 256  # half of it, the parts of a norm's factor, experts and gates
         sets = self.max_rows * SETS * num_ranks
         self._memories = [
@@ -118,7 +116,7 @@ class PeerRows:
 
     def find_sums(self, x: torch.Tensor) -> RowSums | None:
         """How to scatter the sums of x [ranks * T, size]; None: not here."""
-        if x.shape[1] != self._size or x.element_size() != NUMBER_BYTES:
+        if x.dim() != 2 or x.shape[1] != self._size or x.element_size() != NUMBER_BYTES:
             return None
         return self._sums if len(x) <= self.max_rows * self._sums.num_ranks else None
 

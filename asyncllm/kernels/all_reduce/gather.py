@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from asyncllm.kernels.all_reduce import MAX_TENSORS, RowGather
-from asyncllm.kernels.all_reduce.kernel import EMPTY, SETS, wait_for, wait_for_first
+from asyncllm.kernels.all_reduce.kernel import EMPTY, SETS, wait_for
 from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
 
 WORDS_PER_WARP = 256
@@ -94,7 +94,6 @@ def _gather_kernel(
     empty = tl.full((RANKS, ROW_BLOCK), EMPTY, tl.int32)
     tl.store(own + before + source * ROW_WORDS + column, empty, everywhere)
     own += now
-    wait_for_first(own + tl.arange(0, RANKS) * ROW_WORDS, closed)
     _receive(a_out_ptr, own, closed, row, num_rows, A, BLOCK, RANKS, ROW_WORDS)
     if B:
         _receive(b_out_ptr, own + A, closed, row, num_rows, B, SMALL, RANKS, ROW_WORDS)
@@ -117,12 +116,15 @@ def gather_rows(tensors: tuple[torch.Tensor, ...], gather: RowGather) -> list[to
     words = [each.view(torch.int32) for each in tensors]
     widths = [each.shape[1] for each in words] + [0] * len(nothing)
     block = triton.next_power_of_2(widths[0])
+    num_warps = max(1, min(block // WORDS_PER_WARP, MAX_WARPS))
+    # A thread has one word of each tensor at least: copies of a word in two warps would be polled
+    # apart, and what one has seen told of the other (`wait_for`).
+    small = max(*widths[1:], 32 * num_warps // gather.num_ranks)
     _gather_kernel[(num_rows,)](
         *words, *nothing, *(each.view(torch.int32) for each in made), *nothing,
         gather.peers, gather.calls, gather.rank, *widths, BLOCK=block,
-        SMALL=triton.next_power_of_2(max(widths[1:])), ROW_WORDS=gather.row_words,
+        SMALL=triton.next_power_of_2(small), ROW_WORDS=gather.row_words,
         ROW_BLOCK=triton.next_power_of_2(gather.row_words), RANKS=gather.num_ranks,
-        num_warps=max(1, min(block // WORDS_PER_WARP, MAX_WARPS)),
-        **launch_flags(made[0].device),
+        num_warps=num_warps, **launch_flags(made[0].device),
     )  # fmt: skip
     return made

@@ -16,9 +16,7 @@ which follow the emptying. A row counts its own calls, as steps differ in their 
 
 Which rows another rank's kernel does first is of no account if all ranks do them in the same order,
 as a GPU starts programs by their number. `closed` ends the waiting: another rank is gone then, and
-the sums mean nothing. Who waits looks at one number of each rank first, and seldom: where many
-programs polled all of their numbers, those on their way did not arrive for hundreds of us
-(docs/log/ranks.md).
+the sums mean nothing.
 """
 
 from __future__ import annotations
@@ -36,33 +34,11 @@ SETS = tl.constexpr(3)
 EMPTY = tl.constexpr(-1)
 NAN_HALF = tl.constexpr(0x7FFF)
 POLLS = tl.constexpr(256)  # between looks at `closed`, which is host memory
-NAPS = tl.constexpr(not triton.knobs.runtime.interpret)
-
-
-@triton.jit
-def _nap():
-    tl.inline_asm_elementwise(
-        "nanosleep.u32 64; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def wait_for_first(ptr, closed_ptr):
-    """Until these numbers [n], one of each rank, are there."""
-    num_missing = tl.sum((tl.load(ptr, volatile=True) == EMPTY).to(tl.int32), axis=0)
-    polls = 0
-    while num_missing > 0:
-        if NAPS:
-            _nap()
-        num_missing = tl.sum((tl.load(ptr, volatile=True) == EMPTY).to(tl.int32), axis=0)
-        polls += 1
-        if polls % POLLS == 0:
-            num_missing *= (tl.load(closed_ptr, volatile=True) == 0).to(tl.int32)
 
 
 @triton.jit
 def wait_for(ptr, inside, closed_ptr):
-    """The numbers' bits, [n, m] of them, when all are there."""
+    """The numbers' bits, [n, m] of them, when all are there. One to a thread at least."""
     bits = tl.load(ptr, inside, other=0, volatile=True)
     num_missing = tl.sum(tl.sum((bits == EMPTY).to(tl.int32), axis=1), axis=0)
     polls = 0
@@ -100,7 +76,6 @@ def sum_of_ranks(
     peers = tl.multiple_of(peers, (16, 16))
     own = tl.multiple_of(tl.load(peers_ptr + rank).to(tl.pointer_type(tl.int16)), 16)
     closed = tl.load(peers_ptr + RANKS).to(tl.pointer_type(tl.int32))
-    each = tl.arange(0, RANKS)
     calls_ptr += row
     call = tl.load(calls_ptr)
     row = row.to(tl.int64)
@@ -119,12 +94,10 @@ def sum_of_ranks(
         empty = tl.full((1, BLOCK), EMPTY, tl.int16)
         tl.store(own + before + column, empty, inside)
         tl.store(own + before + SIZE + column, empty, inside)
-        wait_for_first(own + now + each * PART, closed)
         bits = wait_for(own + now + source * PART + at, in_part, closed)
         part = tl.sum(bits.to(dtype, bitcast=True).to(tl.float32), axis=0).to(dtype)
         sent = tl.broadcast_to(_bits(part)[None, :], (RANKS, PART_BLOCK))
         tl.store(peers + now + SIZE + rank * PART + at, sent, in_part)
-        wait_for_first(own + now + SIZE + each * PART, closed)
         found = wait_for(own + now + SIZE + column, inside, closed)
         total = tl.sum(found.to(dtype, bitcast=True).to(tl.float32), axis=0)
     else:
@@ -140,7 +113,6 @@ def sum_of_ranks(
         tl.store(peers + now + rank * SIZE + column, sent, everywhere)
         empty = tl.full((RANKS, BLOCK), EMPTY, tl.int16)
         tl.store(own + before + source * SIZE + column, empty, everywhere)
-        wait_for_first(own + now + each * SIZE, closed)
         bits = wait_for(own + now + source * SIZE + column, everywhere, closed)
         total = tl.sum(bits.to(dtype, bitcast=True).to(tl.float32), axis=0)
         total = total.to(dtype).to(tl.float32)
@@ -182,6 +154,7 @@ def reduce_scatter(x: torch.Tensor, sums: RowSums) -> torch.Tensor:
 
 
 def _launch(x: torch.Tensor, out: torch.Tensor, sums: RowSums, scatters: bool) -> None:
+    assert x.is_contiguous()
     size, block = x.shape[1], triton.next_power_of_2(x.shape[1])
     _all_reduce_kernel[(len(out),)](
         x, out, sums.peers, sums.calls, sums.rank, SIZE=size, BLOCK=block, RANKS=sums.num_ranks,

@@ -167,6 +167,7 @@ def _sum_kernel(
         after = wait_previous()
         parts_ptr += after
         out_ptr += after
+        ids_ptr += after
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE

@@ -97,6 +97,11 @@ class SkinnyGemm:
                     self._launch = None
         return self._launch is not None
 
+    def agree(self, least: Callable[[int], int]) -> None:
+        """Take nothing where another rank cannot. least: over all ranks, which all call this."""
+        if not least(int(self._is_ready())):
+            self._launch = None
+
     def linear(
         self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool = False
     ) -> torch.Tensor:
