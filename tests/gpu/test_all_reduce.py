@@ -148,7 +148,7 @@ def test_rows_are_gathered(num_ranks: int) -> None:
     shared = SharedRanks(num_ranks, 2 * row_words, in_two_shots=False)
 
     def rows_of(rank: int, call: int) -> tuple[torch.Tensor, ...]:
-        """Of values, experts, gates and more, in some calls."""
+        """Values, experts and gates, in some calls more."""
         torch.manual_seed(10 * call + rank)
         rows = MAX_ROWS - call % 2
         values = torch.randn(rows, size).to(torch.float16)
