@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore
+from torch import distributed
 
 from asyncllm.graphs.pool import GraphPool
 from asyncllm.kernels import all_reduce as sums_kernel
@@ -65,7 +65,10 @@ def sums_of_rank(rank: int, num_ranks: int, port: int) -> None:
             if rank == 0:
                 print(f"| {rows} | {' | '.join(us)} |", flush=True)
     sums_kernel.MOST_GATHERED = max(EXCHANGED_ROWS)
-    config, engines = MeshConfig(dp=num_ranks, engine=rank), PrefixStore("engines", store)
+    config, engines = (
+        MeshConfig(dp=num_ranks, engine=rank),
+        distributed.distributed_c10d.PrefixStore("engines", store),
+    )
     shared = CollectiveMesh(config, None, "127.0.0.1", device, EXCHANGED_SIZE, engines)
     assert shared.rows is not None
     if rank == 0:

@@ -33,7 +33,10 @@ MAX_WARPS = 16
 SETS = tl.constexpr(3)
 EMPTY = tl.constexpr(-1)
 NAN_HALF = tl.constexpr(0x7FFF)
-POLLS = tl.constexpr(256)  # between looks at `closed`, which is host memory
+# Between looks at `closed`. It is host memory, and half a microsecond passes from one warp's look to
+# the next one's, of all programs. Looks of all of them have to take less time than they are apart:
+# else two ranks keep each other waiting from then on (docs/log/ranks.md).
+POLLS = tl.constexpr(1 << 14)
 
 
 @triton.jit
