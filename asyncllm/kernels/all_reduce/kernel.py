@@ -33,9 +33,9 @@ MAX_WARPS = 16
 SETS = tl.constexpr(3)
 EMPTY = tl.constexpr(-1)
 NAN_HALF = tl.constexpr(0x7FFF)
-# Between looks at `closed`. It is host memory, and half a microsecond passes from one warp's look to
-# the next one's, of all programs. Looks of all of them have to take less time than they are apart:
-# else two ranks keep each other waiting from then on (docs/log/ranks.md).
+# Between looks at `closed`, which is host memory: half a microsecond passes from one warp's look to
+# the next one's, of all programs. The looks of all must take less time than lies between them, else
+# two ranks keep each other waiting from then on (docs/log/ranks.md).
 POLLS = tl.constexpr(1 << 14)
 
 
