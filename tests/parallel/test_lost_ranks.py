@@ -460,14 +460,14 @@ def test_a_program_without_a_main_guard(sizes: str, end: str, code: int, tmp_pat
     process = subprocess.Popen(
         [sys.executable, str(script)],
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # that it was interrupted
+        stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OWNER": str(script)},
+        env={**os.environ, "OWNER": str(script), "PYTHONFAULTHANDLER": "1"},
         start_new_session=True,
     )
-    said, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    said, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert said.split() == ["once", "4"]
-    assert process.returncode == code
+    assert process.returncode == code, errors
     run(until(lambda: not _named(script)))
 
 
