@@ -3,11 +3,13 @@ microseconds by rows and kind. Each rank is a process."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -55,33 +57,37 @@ def sums_of_rank(rank: int, num_ranks: int, port: int) -> None:
     sums_kernel.MOST_IN_ONE_SHOT[num_ranks] = sums_kernel.MOST_IN_TWO_SHOTS[num_ranks] = 2 << 20
     mesh = CollectiveMesh(MeshConfig(tp=num_ranks, rank=rank), store, "127.0.0.1", device, SUM_SIZE)
     assert mesh.sums is not None, "the ranks do not reach each other's memory"
-    if rank == 0:
-        print(f"{torch.cuda.get_device_name()}; bf16 rows of {SUM_SIZE}; at most {most} bytes")
-        print("| rows | NCCL, us | and norm | one shot | and norm | two shots | and norm |")
-        print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
-        for rows in SUM_ROWS:
-            us = sums_of_rows(mesh, num_ranks, rank, rows)
-            if rank == 0:
-                print(f"| {rows} | {' | '.join(us)} |", flush=True)
-    sums_kernel.MOST_GATHERED = max(EXCHANGED_ROWS)
-    config, engines = (
-        MeshConfig(dp=num_ranks, engine=rank),
-        distributed.distributed_c10d.PrefixStore("engines", store),
-    )
-    shared = CollectiveMesh(config, None, "127.0.0.1", device, EXCHANGED_SIZE, engines)
-    assert shared.rows is not None
-    if rank == 0:
-        print(f"Rows of {EXCHANGED_SIZE}, experts and gates, of engines that share experts")
-        print("| rows of each | gathered by NCCL, us | ours | scattered by NCCL | ours |")
-        print("| --- | --- | --- | --- | --- |", flush=True)
-    with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
-        for rows in EXCHANGED_ROWS:
-            us = exchange_of_rows(shared, num_ranks, rank, rows)
-            if rank == 0:
-                print(f"| {rows} | {' | '.join(us)} |", flush=True)
+        print_table(
+            rank,
+            f"{torch.cuda.get_device_name()}; bf16 rows of {SUM_SIZE}; at most {most} bytes",
+            ("rows", "NCCL, us", "and norm", "one shot", "and norm", "two shots", "and norm"),
+            ((rows, sums_of_rows(mesh, num_ranks, rank, rows)) for rows in SUM_ROWS),
+        )
+        sums_kernel.MOST_GATHERED = max(EXCHANGED_ROWS)
+        config = MeshConfig(dp=num_ranks, engine=rank)
+        engines = distributed.distributed_c10d.PrefixStore("engines", store)
+        shared = CollectiveMesh(config, None, "127.0.0.1", device, EXCHANGED_SIZE, engines)
+        assert shared.rows is not None
+        print_table(
+            rank,
+            f"Rows of {EXCHANGED_SIZE}, experts and gates, of engines that share experts",
+            ("rows of each", "gathered by NCCL, us", "ours", "scattered by NCCL", "ours"),
+            ((n, exchange_of_rows(shared, num_ranks, rank, n)) for n in EXCHANGED_ROWS),
+        )
     mesh.close()
     os._exit(0)
+
+
+def print_table(
+    rank: int, title: str, columns: Sequence[str], us: Iterable[tuple[int, Sequence[str]]]
+) -> None:
+    """By rank 0, a row at a time; all ranks measure."""
+    lines = (f"| {' | '.join((str(rows), *each))} |" for rows, each in us)
+    head = title, f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"
+    for line in itertools.chain(head, lines):
+        if rank == 0:
+            print(line, flush=True)
 
 
 def sums_of_rows(mesh: CollectiveMesh, num_ranks: int, rank: int, rows: int) -> list[str]:

@@ -42,15 +42,20 @@ BUDGET_BYTES = 24 << 30  # of `memory`
 
 
 class DeviceSteps:
-    """A `StatLogger` that keeps how long decode steps took on the device, by their rows."""
+    """A `StatLogger` that keeps how long decode steps took on the device, by their rows, and steps
+    with prompts, by their tokens."""
 
     def __init__(self) -> None:
         self.ms: dict[int, list[float]] = defaultdict(list)
+        self.prompt_ms: dict[int, list[float]] = defaultdict(list)
 
     def record(self, scheduler: SchedulerStats, iteration: IterationStats) -> None:
-        step = iteration.step
-        if step is not None and step.kind is StepKind.DECODE:
+        if (step := iteration.step) is None:
+            return
+        if step.kind is StepKind.DECODE:
             self.ms[step.rows].append(step.duration * 1e3)
+        else:
+            self.prompt_ms[step.tokens].append(step.duration * 1e3)
 
 
 class Load:

@@ -197,6 +197,11 @@ class Routed:
     gates: torch.Tensor  # float32 [T, k]
     own: ExpertRange | None = None
 
+    @property
+    def first_expert(self) -> int:
+        """The first of those that are here."""
+        return 0 if self.own is None else self.own.first
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:

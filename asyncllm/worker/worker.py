@@ -119,11 +119,11 @@ class Worker:
         self.group = group
         with self._phase("ranks"):
             self._mesh = connect()
-            if not self._mesh.config.is_alone:
-                ops.agree(self._mesh.least)
         with self._phase("load"):
             model, lora, stages = make_model(config, ops, self._mesh, self.device)
             loading = load_model(model, config, early, self.device, progress)
+            if not self._mesh.config.is_alone:
+                ops.agree(self._mesh.least)  # after a compilation, which went on while it loaded
         with self._phase("profile"):
             early.wait_for_hash()
             sizes = layout, state_layout, self.device

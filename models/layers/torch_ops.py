@@ -132,7 +132,7 @@ def by_expert(
     """
     top_k, ids = routed.ids.shape[1], routed.ids
     if routed.own is not None:  # others come last, behind the last expert's end
-        ids = ids - routed.own.first
+        ids = ids - routed.first_expert
         ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
     expert_ids, order = ids.flatten().sort()  # [T * k]
     every = torch.arange(num_experts, dtype=expert_ids.dtype, device=x.device)

@@ -41,9 +41,8 @@ class CpuExperts:
             all_experts = self.dequantized(scheme, shape, weights, values.dtype)
             return grouped_experts(values, all_experts, routed)
         out = torch.zeros(values.shape, dtype=torch.float32)
-        first = 0 if routed.own is None else routed.own.first
         for number in routed.ids.unique().tolist():
-            expert = number - first
+            expert = number - routed.first_expert
             if not 0 <= expert < shape.num_experts:
                 continue
             token, place = (routed.ids == number).nonzero(as_tuple=True)

@@ -18,7 +18,7 @@ from asyncllm.kernels.records import (
     Normed,
     Routed,
     Routing,
-)  # fmt: skip
+)
 from asyncllm.models.layers.torch_ops import grouped_experts
 from asyncllm.models.layers.torch_ops import route as torch_route
 

@@ -47,28 +47,51 @@ class RowGather:
     row_words: int
 
 
-class PeerSums:
-    """Sums of rows of `size` numbers of 16 bits. All ranks construct it together, and ask it for
-    the same numbers of rows in the same order. Raises `OSError` as `PeerMemory` does."""
+class SharedRows:
+    """Memory of each rank for rows of `size` numbers of 16 bits. All ranks construct it together,
+    and ask it for the same numbers of rows in the same order. Raises `OSError` as `PeerMemory`
+    does."""
 
     def __init__(
         self, rank: int, num_ranks: int, size: int, device: torch.device, exchange: Exchange
     ) -> None:
+        self._rank, self._device, self._exchange = rank, device, exchange
         self._size = size
-        self._closed = _closed_word()
+        self._memories: list[PeerMemory] = []
+        with torch.inference_mode(False):  # it is written to outside of it, too
+            self._closed = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+
+    def _share(self, max_rows: int, bytes_of_set: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`RowSums.peers` and `calls`, of memory for so many rows."""
+        num_bytes = max_rows * SETS * bytes_of_set
+        memory = PeerMemory(self._rank, num_bytes, self._device, self._exchange)
+        self._memories.append(memory)
+        addresses = [*memory.addresses, self._closed.data_ptr()]
+        peers = torch.tensor(addresses, dtype=torch.int64, device=self._device)
+        return peers, torch.zeros(max_rows, dtype=torch.int32, device=self._device)
+
+    def end_waiting(self) -> None:
+        """Kernels that wait for other ranks end. From any thread."""
+        self._closed.fill_(1)
+
+
+class PeerSums(SharedRows):
+    """Sums of rows over tensor-parallel ranks."""
+
+    def __init__(
+        self, rank: int, num_ranks: int, size: int, device: torch.device, exchange: Exchange
+    ) -> None:
+        super().__init__(rank, num_ranks, size, device, exchange)
         row_bytes = size * NUMBER_BYTES
         most = {False: MOST_IN_ONE_SHOT[num_ranks] // row_bytes}
         if size % num_ranks == 0:
             most[True] = MOST_IN_TWO_SHOTS[num_ranks] // row_bytes
-        self._memories: list[PeerMemory] = []
         self.forms: list[tuple[int, RowSums]] = []  # and of how many rows at most
         for in_two_shots, max_rows in most.items():
             if not max_rows:
                 continue
             parts = 2 if in_two_shots else num_ranks
-            memory = PeerMemory(rank, max_rows * SETS * parts * row_bytes, device, exchange)
-            arrays = _arrays(memory, self._closed, max_rows, device)
-            self._memories.append(memory)
+            arrays = self._share(max_rows, parts * row_bytes)
             self.forms.append((max_rows, RowSums(*arrays, rank, num_ranks, in_two_shots)))
 
     def find(self, x: torch.Tensor) -> RowSums | None:
@@ -77,31 +100,19 @@ class PeerSums:
             return None
         return next((sums for max_rows, sums in self.forms if len(x) <= max_rows), None)
 
-    def end_waiting(self) -> None:
-        """Kernels that wait for other ranks end. From any thread."""
-        self._closed.fill_(1)
 
-
-class PeerRows:
-    """Rows of `size` numbers of 16 bits, and what belongs to them, of engines that share experts.
-    As `PeerSums`."""
+class PeerRows(SharedRows):
+    """Rows of engines that share experts, and what belongs to them, gathered; sums scattered."""
 
     def __init__(
         self, rank: int, num_ranks: int, size: int, device: torch.device, exchange: Exchange
     ) -> None:
-        self._size = size
-        self._closed = _closed_word()
+        super().__init__(rank, num_ranks, size, device, exchange)
         row_bytes = size * NUMBER_BYTES
         self.max_rows = max(1, min(MOST_GATHERED, MOST_IN_ONE_SHOT[num_ranks] // row_bytes))
         words = size + 256  # half of it, the parts of a norm's factor, experts and gates
-        sets = self.max_rows * SETS * num_ranks
-        self._memories = [
-            PeerMemory(rank, sets * num_bytes, device, exchange)
-            for num_bytes in (row_bytes, words * WORD_BYTES)
-        ]
-        of_sums, of_rows = (
-            _arrays(memory, self._closed, self.max_rows, device) for memory in self._memories
-        )
+        of_sums = self._share(self.max_rows, num_ranks * row_bytes)
+        of_rows = self._share(self.max_rows, num_ranks * words * WORD_BYTES)
         self._sums = RowSums(*of_sums, rank, num_ranks, in_two_shots=False)
         self._gather = RowGather(*of_rows, rank, num_ranks, words)
 
@@ -119,21 +130,3 @@ class PeerRows:
         if x.dim() != 2 or x.shape[1] != self._size or x.element_size() != NUMBER_BYTES:
             return None
         return self._sums if len(x) <= self.max_rows * self._sums.num_ranks else None
-
-    def end_waiting(self) -> None:
-        """As `PeerSums.end_waiting`."""
-        self._closed.fill_(1)
-
-
-def _closed_word() -> torch.Tensor:
-    with torch.inference_mode(False):  # it is written to outside of it, too
-        return torch.zeros(1, dtype=torch.int32, pin_memory=True)
-
-
-def _arrays(
-    memory: PeerMemory, closed: torch.Tensor, max_rows: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`RowSums.peers` and `calls`."""
-    addresses = [*memory.addresses, closed.data_ptr()]
-    peers = torch.tensor(addresses, dtype=torch.int64, device=device)
-    return peers, torch.zeros(max_rows, dtype=torch.int32, device=device)

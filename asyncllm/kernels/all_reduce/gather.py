@@ -11,11 +11,9 @@ import triton
 import triton.language as tl
 
 from asyncllm.kernels.all_reduce import MAX_TENSORS, RowGather
-from asyncllm.kernels.all_reduce.kernel import EMPTY, SETS, wait_for
+from asyncllm.kernels.all_reduce.kernel import EMPTY, SETS, num_warps, wait_for
 from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
 
-WORDS_PER_WARP = 256
-MAX_WARPS = 16
 NAN_WORD = tl.constexpr(0x7FFF7FFF)  # of a float32, and of two halves
 
 
@@ -116,15 +114,15 @@ def gather_rows(tensors: tuple[torch.Tensor, ...], gather: RowGather) -> list[to
     words = [each.view(torch.int32) for each in tensors]
     widths = [each.shape[1] for each in words] + [0] * len(nothing)
     block = triton.next_power_of_2(widths[0])
-    num_warps = max(1, min(block // WORDS_PER_WARP, MAX_WARPS))
+    warps = num_warps(2 * block)  # a word is two numbers
     # A thread has one word of each tensor at least: copies of a word in two warps would be polled
     # apart, and what one has seen told of the other (`wait_for`).
-    small = max(*widths[1:], 32 * num_warps // gather.num_ranks)
+    small = max(*widths[1:], 32 * warps // gather.num_ranks)
     _gather_kernel[(num_rows,)](
         *words, *nothing, *(each.view(torch.int32) for each in made), *nothing,
         gather.peers, gather.calls, gather.rank, *widths, BLOCK=block,
         SMALL=triton.next_power_of_2(small), ROW_WORDS=gather.row_words,
         ROW_BLOCK=triton.next_power_of_2(gather.row_words), RANKS=gather.num_ranks,
-        num_warps=num_warps, **launch_flags(made[0].device),
+        num_warps=warps, **launch_flags(made[0].device),
     )  # fmt: skip
     return made

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from asyncllm.kernels.experts.rows import first_of, multiply_rows
+from asyncllm.kernels.experts.rows import multiply_rows
 from asyncllm.kernels.experts.sort import sort_by_expert
 from asyncllm.kernels.programmatic_launch import launch_flags, start_next, wait_previous
 from asyncllm.kernels.quant_gemm.matrix import Quantized, block_of, is_fast, plain_matrix
@@ -220,7 +220,7 @@ def experts_of(
     num_all = num_experts if routed.own is None else routed.own.num_all
     gate_up_tiles = choose_tiles(num_tokens, top_k, num_all, gated=True)
     down_tiles = choose_tiles(num_tokens, top_k, num_all, gated=False)
-    first_expert = first_of(routed)
+    first_expert = routed.first_expert
     counts, order = ids, ids  # not read where there are few
     if num_tokens > FEW_TOKENS:
         assert gate_up_tiles.rows == down_tiles.rows
@@ -259,7 +259,7 @@ def _sum(parts: torch.Tensor, like: torch.Tensor, routed: Routed, num_experts: i
     num_tokens, hidden = like.shape
     out = torch.empty_like(like)
     _sum_kernel[(num_tokens, triton.cdiv(hidden, SUM_COLUMNS))](
-        parts, out, routed.ids, first_of(routed), SIZE=hidden, TOP_K=routed.ids.shape[1],
+        parts, out, routed.ids, routed.first_expert, SIZE=hidden, TOP_K=routed.ids.shape[1],
         NUM_EXPERTS=0 if routed.own is None else num_experts, BLOCK=SUM_COLUMNS, num_warps=4,
         **launch_flags(out.device),
     )  # fmt: skip

@@ -83,11 +83,6 @@ def _expert_row_kernel(
         tl.store(target, acc.to(out_ptr.dtype.element_ty), inside)
 
 
-def first_of(routed: Routed) -> int:
-    """The first of the experts that are here."""
-    return 0 if routed.own is None else routed.own.first
-
-
 def multiply_rows(
     x: Normed,
     matrix: Quantized,
@@ -103,7 +98,7 @@ def multiply_rows(
     limit, alpha = (0.0, 0.0) if activation is None else (activation.limit, activation.alpha)
     _expert_row_kernel[(ids.numel() * triton.cdiv(out.shape[1], TILE),)](
         x.values, x.squares, matrix.weight, matrix.scale, matrix.offset, matrix.table, matrix.bias,
-        routed.gates, out, ids, first_of(routed), num_squares, x.eps, limit, alpha,
+        routed.gates, out, ids, routed.first_expert, num_squares, x.eps, limit, alpha,
         NUM_EXPERTS=num_experts, TOP_K=top_k, WIDTH=matrix.columns, FEATURES=out.shape[1],
         GROUP=matrix.group or 0, FORMAT=matrix.format, OFFSET=matrix.offset is not None,
         E8M0=matrix.is_e8m0,
