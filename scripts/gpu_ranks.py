@@ -61,10 +61,11 @@ class Job:
 
 
 class Devices:
-    """Which of the host's are free."""
+    """Which of those that this process may use are free, by their names for the driver."""
 
     def __init__(self) -> None:
-        self.free = set(range(torch.cuda.device_count()))
+        named = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self.free = set(named.split(",") if named else map(str, range(torch.cuda.device_count())))
         self._changed = threading.Condition()
 
     def run(self, job: Job) -> bool:
@@ -80,8 +81,8 @@ class Devices:
                 self._changed.notify_all()
 
 
-def run_job(job: Job, devices: list[int]) -> bool:
-    visible = ",".join(map(str, devices))
+def run_job(job: Job, devices: list[str]) -> bool:
+    visible = ",".join(devices)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible, "PYTHONFAULTHANDLER": "1"}
     command = [sys.executable, __file__, *job.arguments]
     start = time.perf_counter()

@@ -23,6 +23,7 @@ from asyncllm.models.parallel.collectives import CollectiveMesh, find_store, ope
 
 SUM_SIZE = 4096
 SUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+MOST = max(SUM_ROWS) * SUM_SIZE * 2  # bytes
 EXCHANGED_SIZE = 2048
 EXCHANGED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 TOP_K = 8
@@ -54,7 +55,7 @@ def sums_of_rank(rank: int, num_ranks: int, port: int) -> None:
     most = [
         sizes[num_ranks] for sizes in (sums_kernel.MOST_IN_ONE_SHOT, sums_kernel.MOST_IN_TWO_SHOTS)
     ]
-    sums_kernel.MOST_IN_ONE_SHOT[num_ranks] = sums_kernel.MOST_IN_TWO_SHOTS[num_ranks] = 2 << 20
+    sums_kernel.MOST_IN_ONE_SHOT[num_ranks] = sums_kernel.MOST_IN_TWO_SHOTS[num_ranks] = MOST
     mesh = CollectiveMesh(MeshConfig(tp=num_ranks, rank=rank), store, "127.0.0.1", device, SUM_SIZE)
     assert mesh.sums is not None, "the ranks do not reach each other's memory"
     with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
@@ -64,7 +65,7 @@ def sums_of_rank(rank: int, num_ranks: int, port: int) -> None:
             ("rows", "NCCL, us", "and norm", "one shot", "and norm", "two shots", "and norm"),
             ((rows, sums_of_rows(mesh, num_ranks, rank, rows)) for rows in SUM_ROWS),
         )
-        sums_kernel.MOST_GATHERED = max(EXCHANGED_ROWS)
+        sums_kernel.MOST_GATHERED[num_ranks] = max(EXCHANGED_ROWS)
         config = MeshConfig(dp=num_ranks, engine=rank)
         engines = distributed.distributed_c10d.PrefixStore("engines", store)
         shared = CollectiveMesh(config, None, "127.0.0.1", device, EXCHANGED_SIZE, engines)

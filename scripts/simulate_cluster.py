@@ -2,9 +2,11 @@
 """Simulates a cluster of 8 to 1,000 GPUs, to compare policies that place requests on engines.
 
 Router, Scheduler and BlockManager are the real ones; no kernel runs and no clock is read. A step
-takes the time that `simulated_device.py` models for an H100, and each engine plans one step ahead,
-like `pipeline.run_ahead`. Conversations arrive at random, with a seed, so all policies get the same
-ones: they share system prompts, each turn repeats all turns before it, and there are pauses.
+takes the time that `simulated_device.py` models, for Llama-3.1-8B on an H100 unless `--device` says
+another, and each engine plans one step ahead, like `pipeline.run_ahead`. Tensor-parallel GPUs are
+one engine, which gets the traffic of all of them. Conversations arrive at random, with a seed, so
+all policies get the same ones: they share system prompts, each turn repeats all turns before it,
+and there are pauses.
 
 All requests of a large cluster go through the router, but only `--sample` of its engines, evenly
 spread over the ranks, have schedulers; the figures are of the requests placed there. A request on
@@ -13,6 +15,7 @@ later messages come at realistic times.
 
     simulate_cluster.py                                  # 8 and 64 GPUs, all policies
     simulate_cluster.py --gpus 1000 --sample 16 --seconds 15 --policy affinity
+    simulate_cluster.py --gpus 8 --device 8b 8b-tp2 8b-tp4 --policy affinity --rate 8
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from placement_policies import Policy, policies
 from simulate_schedule import FINISH_S, FINISH_TOKEN_S, LAUNCH_S, PLAN_S, percentile
@@ -40,6 +43,7 @@ from asyncllm.flag_values import PREFILL_GRAPH_SIZES
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import Request, SequenceStatus, StepResult
 
+DEFAULT_DEVICE = "8b-h100"
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 256
 MAX_BATCHED_TOKENS = 8192
@@ -82,9 +86,9 @@ class Engine:
 class Simulation:
     """Simulated time advances from event to event, in the order of all engines' events."""
 
-    num_gpus: int
+    num_engines: int
     device: Device
-    traffic: Traffic
+    traffic: Traffic  # of an engine
     policy: Policy
     seconds: float
     seed: int
@@ -94,11 +98,11 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)  # of arrivals
-        self._population = Population(self.traffic, self.num_gpus, self.seed)
+        self._population = Population(self.traffic, self.num_engines, self.seed)
         chunks = ChunkPolicy.choose(None, self.device.cost, PREFILL_GRAPH_SIZES)
-        sampled = self.num_sampled or self.num_gpus
+        sampled = self.num_sampled or self.num_engines
         self._engines = {
-            i * self.num_gpus // sampled: Engine(
+            i * self.num_engines // sampled: Engine(
                 Scheduler(
                     BlockManager(self.device.num_pages, BLOCK_SIZE),
                     max_num_seqs=MAX_NUM_SEQS,
@@ -117,7 +121,7 @@ class Simulation:
 
     def run(self) -> None:
         """Start conversations for `seconds`, and run until the last of their requests ends."""
-        rate, at = self.traffic.conversations_per_s * self.num_gpus, 0.0
+        rate, at = self.traffic.conversations_per_s * self.num_engines, 0.0
         while (at := at + self._rng.expovariate(rate)) < self.seconds:
             self._at(at, lambda now: self._say(self._population.conversation(), now))
         while self._events:
@@ -206,8 +210,8 @@ class Slo:
         return client.ttft <= self.ttft_s and client.tpot <= self.tpot_s
 
 
-COLUMNS = ("GPUs", "policy", "good requests/s per GPU", "share good", "TTFT p50 / p99, ms",
-           "TPOT p50 / p99, ms", "prompt tokens cached")  # fmt: skip
+COLUMNS = ("GPUs", "device", "policy", "good requests/s per GPU", "share good",
+           "TTFT p50 / p99, ms", "TPOT p50 / p99, ms", "prompt tokens cached")  # fmt: skip
 
 
 def simulate(
@@ -218,12 +222,19 @@ def simulate(
     seed: int = 0,
     num_sampled: int | None = None,
     slo: Slo = Slo(),
+    device_name: str = DEFAULT_DEVICE,
 ) -> dict[str, float]:
     """The figures of all requests after the first third of the time, in which caches fill."""
-    device = DEVICES["8b-h100"]
-    made = policies(num_gpus, device.num_pages * BLOCK_SIZE, seed)[policy]()
-    num_sampled = min(num_sampled or num_gpus, num_gpus)
-    simulation = Simulation(num_gpus, device, traffic, made, seconds, seed, num_sampled)
+    device = DEVICES[device_name]
+    num_engines = num_gpus // device.num_gpus
+    made = policies(num_engines, device.num_pages * BLOCK_SIZE, seed)[policy]()
+    num_sampled = min(num_sampled or num_engines, num_engines)
+    of_engine = replace(
+        traffic,
+        conversations_per_s=traffic.conversations_per_s * device.num_gpus,
+        systems_per_gpu=traffic.systems_per_gpu * device.num_gpus,
+    )
+    simulation = Simulation(num_engines, device, of_engine, made, seconds, seed, num_sampled)
     simulation.run()
     clients = [c for c in simulation.ended if c.arrival >= seconds / 3]
     good = sum(map(slo.is_met, clients))
@@ -232,7 +243,7 @@ def simulate(
     return {
         "requests": len(clients),
         "steps": simulation.num_steps,
-        "goodput": good / (seconds * 2 / 3) / num_sampled,
+        "goodput": good / (seconds * 2 / 3) / num_sampled / device.num_gpus,
         "good_share": good / len(clients),
         "ttft_p50": percentile(ttfts, 0.5),
         "ttft_p99": percentile(ttfts, 0.99),
@@ -242,9 +253,9 @@ def simulate(
     }
 
 
-def row(num_gpus: int, policy: str, r: dict[str, float]) -> str:
+def row(num_gpus: int, device: str, policy: str, r: dict[str, float]) -> str:
     cells = (
-        f"{num_gpus:,}", policy, f"{r['goodput']:.2f}", f"{r['good_share'] * 100:.1f} %",
+        f"{num_gpus:,}", device, policy, f"{r['goodput']:.2f}", f"{r['good_share'] * 100:.1f} %",
         f"{r['ttft_p50']:,.0f} / {r['ttft_p99']:,.0f}",
         f"{r['tpot_p50']:.1f} / {r['tpot_p99']:.1f}", f"{r['cached_share'] * 100:.0f} %",
     )  # fmt: skip
@@ -255,6 +266,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpus", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--seconds", type=float, default=45.0, help="of arrivals")
+    parser.add_argument("--device", nargs="+", choices=DEVICES, default=[DEFAULT_DEVICE])
     parser.add_argument("--policy", nargs="+", metavar="NAME", help="default: all")
     parser.add_argument("--rate", type=float, help="conversations per second and GPU")
     parser.add_argument("--sample", type=int, help="engines with a scheduler (default: all)")
@@ -263,13 +275,15 @@ def main() -> None:
     traffic = Traffic() if args.rate is None else Traffic(conversations_per_s=args.rate)
     print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}")
     results = []
-    for num_gpus in args.gpus:
-        for policy in args.policy or policies(1, 0, 0):
-            start = time.perf_counter()
-            result = simulate(num_gpus, policy, args.seconds, traffic, args.seed, args.sample)
-            print(row(num_gpus, policy, result), flush=True)
-            took = round(time.perf_counter() - start, 1)
-            results.append({"gpus": num_gpus, "policy": policy, **result, "took_s": took})
+    every = itertools.product(args.gpus, args.device, args.policy or policies(1, 0, 0))
+    for num_gpus, device, policy in every:
+        start = time.perf_counter()
+        load = num_gpus, policy, args.seconds, traffic, args.seed, args.sample
+        result = simulate(*load, device_name=device)
+        print(row(num_gpus, device, policy, result), flush=True)
+        took = round(time.perf_counter() - start, 1)
+        which = {"gpus": num_gpus, "device": device, "policy": policy}
+        results.append({**which, **result, "took_s": took})
     print(json.dumps(results))
 
 

@@ -1,4 +1,4 @@
-"""Predicts how long a step takes on an H200 or an H100, from measured tables, for simulations.
+"""Predicts how long a step takes on an H200, on several, or on an H100, from measured tables.
 
 Steps with prompts are padded to a captured size. The tables are straight in between, and GEMMs
 compute 128 tokens at once, so sizes a little above a multiple of that have entries of their own.
@@ -24,6 +24,7 @@ class Device:
     kv_bytes_per_token: int
     attention_flops: float  # per pair of a new token and a position it reads
     num_pages: int
+    num_gpus: int = 1  # tensor-parallel; all else is of one of them
     kv_bytes_per_s: float = 4.0e12
     attention_flops_per_s: float = 557e12
 
@@ -57,6 +58,7 @@ def _between(points: tuple[tuple[int, float], ...], place: float) -> float:
     return y0 + (y1 - y0) * max(0.0, place - x0) / (x1 - x0)
 
 
+WEIGHT_BYTES_8B, PAGE_BYTES_8B = 16_000_000_000, 16 * 131_072
 # Up to 8 rows by the persistent kernel, 9 and more padded to 16 by the layers.
 # fmt: off
 DECODES_8B = (
@@ -103,6 +105,36 @@ def _scaled(device: Device, decode: float, mixed: float, **changes: Any) -> Devi
     )
 
 
+def _of_ranks(num_gpus: int, decode_ms: dict[int, float], prompt_ms: dict[int, float]) -> Device:
+    """The 8B on tensor-parallel H200s, from what `gpu_ranks.py --steps` prints: decodes with a
+    context of 40 tokens, and prompts that are a step each."""
+    one = DEVICES["8b"]
+    kv_bytes, flops = one.kv_bytes_per_token // num_gpus, one.attention_flops / num_gpus
+    reads_ms = 40 * kv_bytes / one.kv_bytes_per_s * 1e3
+    attention_ms = flops / one.attention_flops_per_s * 1e3
+    return replace(
+        one,
+        decode_ms=tuple((rows, ms - rows * reads_ms) for rows, ms in decode_ms.items()),
+        mixed_ms=tuple((n, ms - n * n / 2 * attention_ms) for n, ms in prompt_ms.items()),
+        kv_bytes_per_token=kv_bytes,
+        attention_flops=flops,
+        # What the shards leave free of 16 GB holds keys and values, too.
+        num_pages=one.num_pages * num_gpus + WEIGHT_BYTES_8B * (num_gpus - 1) // PAGE_BYTES_8B,
+        num_gpus=num_gpus,
+    )
+
+
 # The H200's, scaled until `simulate_schedule.py` gives the H100's figures of docs/PERFORMANCE.md:
 # tests/test_simulate_cluster.py compares them. 80 GB hold so many pages beside the weights.
 DEVICES["8b-h100"] = _scaled(DEVICES["8b"], 1.36, 1.03, kv_bytes_per_s=2.7e12, num_pages=26_000)
+
+# fmt: off
+# docs/log/ranks.md, R25: two and four H200s.
+DEVICES["8b-tp2"] = _of_ranks(
+    2,
+    {1: 2.535, 2: 2.421, 4: 2.451, 8: 2.482, 9: 2.637, 16: 2.625, 32: 3.011, 64: 3.144,
+     128: 3.644, 256: 5.12},
+    {16: 3.43, 64: 3.61, 128: 4.01, 256: 6.87, 512: 9.6, 1024: 15.27, 2048: 29.22, 4096: 60.84,
+     8190: 128.34},
+)
+# fmt: on

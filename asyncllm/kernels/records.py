@@ -191,7 +191,8 @@ class ExpertRange:
 @dataclass(frozen=True, slots=True, eq=False)
 class Routed:
     """The experts of each token, all different, and what they count. `own`: only some of the
-    experts are here, and the others add nothing; ids count all of them."""
+    experts are here, and the others add nothing; ids count all of them. Then padding has the
+    number of all experts as id."""
 
     ids: torch.Tensor  # int64 or int32 [T, k], below the number of all experts
     gates: torch.Tensor  # float32 [T, k]

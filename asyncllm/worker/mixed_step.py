@@ -31,6 +31,7 @@ from asyncllm.graphs.token_buffers import TokenBuffers
 from asyncllm.kernels.recurrent.records import Recur
 from asyncllm.models.base import CausalLM, TokenInputs
 from asyncllm.models.layers.lora import LoRALayers
+from asyncllm.models.parallel.mesh import Mesh
 from asyncllm.step_plan import StepShape
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.kernels import SlotKernels
@@ -54,6 +55,7 @@ class MixedStep:
     staging: Staging
     block_size: int
     lora: LoRALayers | None
+    mesh: Mesh
     dtype: torch.dtype  # of queries and hidden states
 
     def __post_init__(self) -> None:
@@ -189,6 +191,7 @@ class MixedStep:
         """Hidden states [tokens, hidden_size]. Capturable. attend_rows: called with each layer,
         after its keys and values are written."""
         state, slots = self.state, tokens.slots
+        self.mesh.select_rows(slots)
         if self.lora is not None:
             self.lora.select(state.adapters[slots] if adapters else None)
         prompt_lens = state.prompt_lens[slots] if self.model.uses_prompt_lens else None

@@ -78,7 +78,7 @@ class ModelRunner:
         group: WorkerGroup | None,
     ) -> None:
         """group: on rank 0, the other ranks."""
-        self._group = group
+        self._group, self._mesh = group, mesh
         own = share_tokens(kernels.sample_slots, mesh)
         fully = kernels.sample_slots if mesh.config.rank == 0 else own
         kernels = replace(kernels, sample_slots=own)
@@ -112,6 +112,7 @@ class ModelRunner:
             staging,
             config.block_size,
             lora,
+            mesh,
             dtype,
         )
         results = ResultBuffers(config.num_slots, device)
@@ -246,6 +247,7 @@ class ModelRunner:
         """Input tokens, positions of the tokens to sample, rows, and prompt lens if the model uses
         them, of these slots. Selects their adapters."""
         state = self._state
+        self._mesh.select_rows(slots)
         if self.lora is not None:
             self.lora.select(state.adapters[slots] if adapters else None)
         last_tokens, next_positions, rows = self._kernels.gather_slots(state, slots)

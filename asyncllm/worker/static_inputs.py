@@ -5,8 +5,8 @@ decodes as the last one, and no new pages, needs no copy. Slot changes are part 
 applied to the device state by a captured launch of their own, or as part of a step's graph.
 
 Entries after the step's rows and slot changes are 0, which stands for the padding slot. In the
-token arrays `FillDecodes` fills the decodes' part. After the step's tokens `write_slots` is 0, the
-padding page; other entries there are stale, which is harmless.
+token arrays `FillDecodes` fills the decodes' part. After the step's tokens `slots` has the padding
+slot and `write_slots` 0, the padding page; other entries there are stale, which is harmless.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ import torch
 
 from asyncllm.attention.rotating_buffers import RotatingBuffers
 from asyncllm.graphs.pool import GraphPool, Recorded
+from asyncllm.types import PADDING_SLOT
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.packed_step import NO_CHANGES, NO_ROWS, A, PackedStep, SlotChanges
 from asyncllm.worker.slot_changes import RECORD_WORDS, WriteSlots
 
 ROW_ARRAYS = ("decode_slots", "sample_tokens", "sample_slots", "sample_positions")
 TOKEN_ARRAYS = ("token_ids", "positions", "slots")  # and write_slots, which is int64
+SLOTS = TOKEN_ARRAYS.index("slots")
 # Slot changes per copy; all are copied and applied, even if unused. Even numbers.
 MAX_RECORDS = 64  # sequences that take slots
 MAX_ENTRIES = 1024  # pages
@@ -79,6 +81,7 @@ class StaticInputs:
             end, num_arrays = first + step.tokens.shape[1], len(TOKEN_ARRAYS)
             arrays.tokens[:, first:end] = step.tokens[:num_arrays]
             arrays.write_slots[:, first:end] = step.tokens[num_arrays:]
+            arrays.tokens[SLOTS, end:num_tokens] = PADDING_SLOT
             arrays.write_slots[:, end:num_tokens] = 0
             self._ours.whole.copy_(tensors.whole, non_blocking=True)
 

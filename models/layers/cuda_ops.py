@@ -75,11 +75,15 @@ class CudaOps:
         return torch_ops.grouped_experts(x.whole(), weights, routed, adapters)
 
     def route(
-        self, logits: torch.Tensor, correction: torch.Tensor | None, routing: Routing
+        self,
+        logits: torch.Tensor,
+        correction: torch.Tensor | None,
+        routing: Routing,
+        slots: torch.Tensor | None = None,
     ) -> Routed:
         takes = route_kernel.takes(routing)
         chosen = route_kernel.route if takes else torch_ops.route
-        return chosen(logits, correction, routing)
+        return chosen(logits, correction, routing, slots)
 
     def add_rms_norm(
         self,

@@ -61,12 +61,13 @@ class Router:
             if self._bias is not None:
                 self._lora.base = {**self._lora.base, "bias": self._bias}
 
-    def __call__(self, x: Normed) -> Routed:
+    def __call__(self, x: Normed, slots: torch.Tensor | None = None) -> Routed:
+        """slots: as for `Ops.route`."""
         delta = None if self._lora is None else self._lora.delta(x.values)
         logits = self._product(x)
         if delta is not None:
             logits = delta.add(logits)
-        return self._ops.route(logits, self._correction, self._routing)
+        return self._ops.route(logits, self._correction, self._routing, slots)
 
     def _product(self, x: Normed) -> torch.Tensor:
         if self._in_float32:
@@ -117,7 +118,8 @@ class Experts:
     def add(self, x: Normed, end: AddRMSNorm) -> Normed:
         """As `MLP.add`."""
         lora = self._lora if self._lora is not None and self._lora.is_used else None
-        routed, rows = self._router(x), x
+        slots = None if self._engines is None else self._engines.row_slots
+        routed, rows = self._router(x, slots), x
         if self._engines is not None:
             rows, routed = self._of_all_engines(self._engines, x, routed)
         if self._range is not None:

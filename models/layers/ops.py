@@ -100,10 +100,15 @@ class Ops(FusedProducts, Protocol):
         return Normed(self.swiglu(x, activation))
 
     def route(
-        self, logits: torch.Tensor, correction: torch.Tensor | None, routing: Routing
+        self,
+        logits: torch.Tensor,
+        correction: torch.Tensor | None,
+        routing: Routing,
+        slots: torch.Tensor | None = None,
     ) -> Routed:
         """Route by logits [T, experts]. correction: float32 [experts], added to scores for the
-        choice of experts, but not to gates."""
+        choice of experts, but not to gates. slots: int32 [T], of the tokens' sequences, where
+        experts are divided: the padding slot's get the id `experts`, which nobody has."""
         ...
 
     def experts(

@@ -24,6 +24,7 @@ from asyncllm.models.layers.ops import (
     Routed,
     Routing,
 )
+from asyncllm.types import PADDING_SLOT
 
 
 class TorchOps(Ops):
@@ -39,9 +40,13 @@ class TorchOps(Ops):
         return swiglu(x, activation)
 
     def route(
-        self, logits: torch.Tensor, correction: torch.Tensor | None, routing: Routing
+        self,
+        logits: torch.Tensor,
+        correction: torch.Tensor | None,
+        routing: Routing,
+        slots: torch.Tensor | None = None,
     ) -> Routed:
-        return route(logits, correction, routing)
+        return route(logits, correction, routing, slots)
 
     def experts(
         self,
@@ -147,9 +152,21 @@ def by_expert(
     return (gates @ unsorted.view(len(x), top_k, -1).float()).squeeze(1).to(x.dtype)
 
 
-def route(logits: torch.Tensor, correction: torch.Tensor | None, routing: Routing) -> Routed:
+def route(
+    logits: torch.Tensor,
+    correction: torch.Tensor | None,
+    routing: Routing,
+    slots: torch.Tensor | None = None,
+) -> Routed:
     """`Ops.route`."""
-    logits = logits.float()
+    routed = _route(logits.float(), correction, routing)
+    if slots is None:
+        return routed
+    padding = (slots == PADDING_SLOT).unsqueeze(1)
+    return Routed(routed.ids.masked_fill(padding, logits.shape[1]), routed.gates)
+
+
+def _route(logits: torch.Tensor, correction: torch.Tensor | None, routing: Routing) -> Routed:
     if routing.score == "top_softmax":
         best, ids = logits.topk(routing.top_k, dim=-1)
         return Routed(ids, best.softmax(-1))

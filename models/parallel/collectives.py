@@ -106,6 +106,7 @@ class CollectiveMesh:
         self._closing: threading.Thread | None = None
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
         self.least(0)  # NCCL connects at the first call, which must not be a captured one
+        self.row_slots: torch.Tensor | None = None
         self.sums: PeerSums | None = None
         self.rows: PeerRows | None = None
         if row_size is not None and config.tp > 1:
@@ -189,6 +190,10 @@ class CollectiveMesh:
         if self.config.pp == 1:
             self.num_common_calls += 1
         return x
+
+    def select_rows(self, slots: torch.Tensor) -> None:
+        if self.config.dp > 1:
+            self.row_slots = slots
 
     def gather_rows(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """In one call, whatever their dtypes: the bytes of a row lie beside each other."""

@@ -52,6 +52,16 @@ class Mesh(Protocol):
         """Rank 0's tensor, in place, on the ranks of the first stage, which alone call it."""
         ...
 
+    def select_rows(self, slots: torch.Tensor) -> None:
+        """The slots of the rows of the pass that follows: int32 [rows]. Engines that share experts
+        pad each other's steps, and padding needs no experts."""
+        ...
+
+    @property
+    def row_slots(self) -> torch.Tensor | None:
+        """Those of `select_rows`, where engines share experts; None before the first pass."""
+        ...
+
     def gather_rows(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """[rows, n] each -> [dp * rows, n]: of the ranks of this number of all engines, below each
         other in the order of the engines."""
@@ -79,6 +89,7 @@ class Mesh(Protocol):
 class Alone:
     config: MeshConfig = field(default_factory=MeshConfig)
     num_calls: int = 0
+    row_slots: None = None
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -97,6 +108,9 @@ class Alone:
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+    def select_rows(self, slots: torch.Tensor) -> None:
+        """Nobody else pads its steps."""
 
     def gather_rows(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         return list(tensors)

@@ -169,9 +169,12 @@ def test_routing_equals_torch(routing: Routing, corrected: bool) -> None:
     assert takes(routing) and not takes(Routing(2, num_groups=2))
     logits = torch.randn(9, 50, device=DEVICE)
     correction = torch.randn(50, device=DEVICE) if corrected else None
-    ours, exact = route(logits, correction, routing), torch_route(logits, correction, routing)
-    assert torch.equal(ours.ids.long(), exact.ids)
-    torch.testing.assert_close(ours.gates, exact.gates)
+    for slots in None, torch.arange(9, dtype=torch.int32, device=DEVICE) % 4:
+        ours = route(logits, correction, routing, slots)
+        exact = torch_route(logits, correction, routing, slots)
+        assert torch.equal(ours.ids.long(), exact.ids)
+        torch.testing.assert_close(ours.gates, exact.gates)
+    assert (ours.ids[4] == 50).all() and (ours.ids[3] < 50).all()  # of the padding slot
 
 
 @pytest.mark.parametrize("num_experts", [60, 160, 64])

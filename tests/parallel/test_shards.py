@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from asyncllm.models.loader import load_weights
 from asyncllm.models.parallel.mesh import Alone, Mesh
 from asyncllm.models.parallel.stages import Stages
 from asyncllm.models.registry import build_model
+from asyncllm.types import PADDING_SLOT
 from tests.models.dense_sequence import DenseSequence
 from tests.models.tiny_checkpoints import CONFIGS, CPU, VOCAB_SIZE, WINDOW, llama, random_reference
 from tests.parallel.thread_mesh import ThreadMesh, on_ranks
@@ -141,6 +143,26 @@ def test_experts_of_several_engines(name: str, tmp_path: Path) -> None:
         random_reference(CONFIGS[name]).save_pretrained(tmp_path)
     expect_equal_engines(tmp_path, 2, 1)
     expect_equal_engines(tmp_path, 2 if name == "mixtral" else 3, 2)
+
+
+def test_padding_takes_no_experts(tmp_path: Path) -> None:
+    """Here that of the last token, which none of the others attends to."""
+    with torch.inference_mode():
+        random_reference(CONFIGS["mixtral"]).save_pretrained(tmp_path)
+
+    def on_rank(mesh: ThreadMesh, padding: int) -> torch.Tensor:
+        model = build(tmp_path, mesh)
+        load_weights(model, tmp_path, "auto", seed=0, progress=False)
+        slots = torch.full((9,), 1 + mesh.config.engine, dtype=torch.int32)
+        slots[9 - padding :] = PADDING_SLOT
+        mesh.select_rows(slots)
+        return DenseSequence(model, 9).logits(token_ids_of(mesh.config.engine)[:9])
+
+    works = (partial(on_rank, padding=number) for number in (0, 1))
+    plain, padded = (on_ranks(1, work, by_expert=True, num_engines=2) for work in works)
+    for ours, exact in zip(padded, plain, strict=True):
+        torch.testing.assert_close(ours[:-1], exact[:-1], atol=TOLERANCE, rtol=0)
+        assert (ours[-1] - exact[-1]).abs().max() > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("num_tokens", [1, 50])

@@ -43,6 +43,7 @@ class ThreadMesh:
     def __init__(self, config: MeshConfig, program: Program) -> None:
         self.config = config
         self.num_calls = 0
+        self.row_slots: torch.Tensor | None = None
         self._program = program
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,6 +64,9 @@ class ThreadMesh:
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(self._exchange(x, self._stage)[0])
+
+    def select_rows(self, slots: torch.Tensor) -> None:
+        self.row_slots = slots
 
     def gather_rows(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         return [torch.cat(self._meet_peers(tensor)) for tensor in tensors]

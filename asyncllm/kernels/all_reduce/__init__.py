@@ -16,10 +16,11 @@ from asyncllm.kernels.all_reduce.peer_memory import Exchange, PeerMemory
 
 SETS = 3  # as kernel.py has them
 NUMBER_BYTES, WORD_BYTES = 2, 4
-# Bytes of all rows. With more, calls that follow each other took hundreds of us: docs/log/ranks.md.
-MOST_IN_ONE_SHOT = {2: 256 << 10, 4: 128 << 10, 8: 64 << 10}
-MOST_IN_TWO_SHOTS = {2: 0, 4: 256 << 10, 8: 256 << 10}
-MOST_GATHERED = 32  # rows of an engine
+# By ranks, bytes of all rows: where each form was the fastest (docs/log/ranks.md); of 8 ranks not
+# measured.
+MOST_IN_ONE_SHOT = {2: 1 << 20, 4: 256 << 10, 8: 64 << 10}
+MOST_IN_TWO_SHOTS = {2: 2 << 20, 4: 2 << 20, 8: 256 << 10}
+MOST_GATHERED = {2: 128, 4: 128, 8: 32}  # rows of an engine
 MAX_TENSORS = 5  # gathered at a time
 RANKS = tuple(MOST_IN_ONE_SHOT)
 
@@ -109,7 +110,7 @@ class PeerRows(SharedRows):
     ) -> None:
         super().__init__(rank, num_ranks, size, device, exchange)
         row_bytes = size * NUMBER_BYTES
-        self.max_rows = max(1, min(MOST_GATHERED, MOST_IN_ONE_SHOT[num_ranks] // row_bytes))
+        self.max_rows = MOST_GATHERED[num_ranks]
         words = size + 256  # half of it, the parts of a norm's factor, experts and gates
         of_sums = self._share(self.max_rows, num_ranks * row_bytes)
         of_rows = self._share(self.max_rows, num_ranks * words * WORD_BYTES)
