@@ -191,7 +191,6 @@ class MixedStep:
         """Hidden states [tokens, hidden_size]. Capturable. attend_rows: called with each layer,
         after its keys and values are written."""
         state, slots = self.state, tokens.slots
-        self.mesh.select_rows(slots)
         if self.lora is not None:
             self.lora.select(state.adapters[slots] if adapters else None)
         prompt_lens = state.prompt_lens[slots] if self.model.uses_prompt_lens else None
@@ -205,7 +204,8 @@ class MixedStep:
             return out
 
         inputs = TokenInputs(tokens.token_ids, tokens.positions, prompt_lens)
-        return self.model.forward(inputs, StepMixer(attend, recur))
+        with self.mesh.rows_of(slots):
+            return self.model.forward(inputs, StepMixer(attend, recur))
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         """Plainly sampled tokens, int32 [rows], of the first rows in the static inputs.

@@ -247,7 +247,6 @@ class ModelRunner:
         """Input tokens, positions of the tokens to sample, rows, and prompt lens if the model uses
         them, of these slots. Selects their adapters."""
         state = self._state
-        self._mesh.select_rows(slots)
         if self.lora is not None:
             self.lora.select(state.adapters[slots] if adapters else None)
         last_tokens, next_positions, rows = self._kernels.gather_slots(state, slots)
@@ -269,7 +268,8 @@ class ModelRunner:
         """The model's `forward`."""
         inputs = TokenInputs(token_ids, rows.positions, prompt_lens)
         recur = no_recurrence if self._states is None else self._states.decode(slots)
-        return self._model.forward(inputs, StepMixer(self._attention.decode(rows), recur))
+        with self._mesh.rows_of(slots):
+            return self._model.forward(inputs, StepMixer(self._attention.decode(rows), recur))
 
     def _mixed_step(self, step: PackedStep, graph: StepShape | None) -> Forwarded:
         """Decodes and prefill chunks in one forward pass."""

@@ -11,6 +11,8 @@ import os
 import socket
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -191,9 +193,13 @@ class CollectiveMesh:
             self.num_common_calls += 1
         return x
 
-    def select_rows(self, slots: torch.Tensor) -> None:
-        if self.config.dp > 1:
-            self.row_slots = slots
+    @contextmanager
+    def rows_of(self, slots: torch.Tensor) -> Iterator[None]:
+        self.row_slots = slots if self.config.dp > 1 else None
+        try:
+            yield
+        finally:
+            self.row_slots = None
 
     def gather_rows(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """In one call, whatever their dtypes: the bytes of a row lie beside each other."""

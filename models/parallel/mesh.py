@@ -6,6 +6,7 @@ ask `config` for their share when they are built, so that one rank's step has no
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -52,14 +53,14 @@ class Mesh(Protocol):
         """Rank 0's tensor, in place, on the ranks of the first stage, which alone call it."""
         ...
 
-    def select_rows(self, slots: torch.Tensor) -> None:
-        """The slots of the rows of the pass that follows: int32 [rows]. Engines that share experts
-        pad each other's steps, and padding needs no experts."""
+    def rows_of(self, slots: torch.Tensor) -> AbstractContextManager[None]:
+        """For a pass of rows of these slots, int32 [rows]: engines that share experts pad each
+        other's steps, and padding needs no experts."""
         ...
 
     @property
     def row_slots(self) -> torch.Tensor | None:
-        """Those of `select_rows`, where engines share experts; None before the first pass."""
+        """Those of `rows_of`, in a pass of engines that share experts."""
         ...
 
     def gather_rows(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -109,8 +110,8 @@ class Alone:
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def select_rows(self, slots: torch.Tensor) -> None:
-        """Nobody else pads its steps."""
+    def rows_of(self, slots: torch.Tensor) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def gather_rows(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         return list(tensors)

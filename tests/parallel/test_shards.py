@@ -155,8 +155,8 @@ def test_padding_takes_no_experts(tmp_path: Path) -> None:
         load_weights(model, tmp_path, "auto", seed=0, progress=False)
         slots = torch.full((9,), 1 + mesh.config.engine, dtype=torch.int32)
         slots[9 - padding :] = PADDING_SLOT
-        mesh.select_rows(slots)
-        return DenseSequence(model, 9).logits(token_ids_of(mesh.config.engine)[:9])
+        with mesh.rows_of(slots):
+            return DenseSequence(model, 9).logits(token_ids_of(mesh.config.engine)[:9])
 
     works = (partial(on_rank, padding=number) for number in (0, 1))
     plain, padded = (on_ranks(1, work, by_expert=True, num_engines=2) for work in works)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from queue import Queue
@@ -65,8 +66,11 @@ class ThreadMesh:
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(self._exchange(x, self._stage)[0])
 
-    def select_rows(self, slots: torch.Tensor) -> None:
+    @contextmanager
+    def rows_of(self, slots: torch.Tensor) -> Iterator[None]:
         self.row_slots = slots
+        yield
+        self.row_slots = None
 
     def gather_rows(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         return [torch.cat(self._meet_peers(tensor)) for tensor in tensors]
