@@ -16,10 +16,10 @@ from asyncllm.kernels.all_reduce.peer_memory import Exchange, PeerMemory
 
 SETS = 3  # as kernel.py has them
 NUMBER_BYTES, WORD_BYTES = 2, 4
-# By ranks, bytes of all rows: where each form was the fastest (docs/log/ranks.md); of 8 ranks not
-# measured.
+# By ranks, bytes of all rows: where a form is the fastest (docs/log/ranks.md; 8 ranks were not
+# measured). There is memory for three times as much, and twice that of two shots.
 MOST_IN_ONE_SHOT = {2: 1 << 20, 4: 256 << 10, 8: 64 << 10}
-MOST_IN_TWO_SHOTS = {2: 2 << 20, 4: 2 << 20, 8: 256 << 10}
+MOST_IN_TWO_SHOTS = {2: 16 << 20, 4: 16 << 20, 8: 256 << 10}
 MOST_GATHERED = {2: 128, 4: 128, 8: 32}  # rows of an engine
 MAX_TENSORS = 5  # gathered at a time
 RANKS = tuple(MOST_IN_ONE_SHOT)
