@@ -106,7 +106,7 @@ class LMHead:
         return self.gathered(logits)
 
     def gathered(self, logits: torch.Tensor) -> torch.Tensor:
-        """Of this rank's tokens [S, n] -> of all, [S, vocab_size]."""
+        """Every rank's logits of its own tokens, [S, n], make [S, vocab_size]."""
         mesh = self._embedding.mesh
         if mesh.config.tp == 1:
             return logits

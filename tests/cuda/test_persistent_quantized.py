@@ -168,6 +168,7 @@ def test_a_start_compiles_it_for_each_of_its_formats(
         **dict.fromkeys((field.name for field in fields(Start)), cast(Any, None))
         | {
             "free_decode_sizes": [1],
+            "num_ranks": 1,
             "dense_weights": weights,
             "sizes": DenseShape.of(config),
             "layers": model.attention_layers,

@@ -142,6 +142,7 @@ __device__ __forceinline__ void add_ranks(const Args& args, const Operands& oper
     const uint32_t sum = summands.sum();
     store_fresh_pair(operands.out + place.place,
                      to_pair(low(sum) + low(addend), high(sum) + high(addend)));
+    Summands::empty(args, sent);
 }
 
 }  // namespace

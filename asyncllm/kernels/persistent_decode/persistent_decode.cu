@@ -49,6 +49,7 @@ __device__ __forceinline__ void prepare(const Args& args, Shared& shared) {
         shared.splits = Places(args).splits;
         shared.set = *args.phase >> 31;
         shared.is_stuck = 0;
+        if constexpr (RANKS > 1) shared.was_stuck = *args.stuck;
     }
     fence_barrier_init();
     sync_block();
@@ -105,7 +106,8 @@ __global__ void __launch_bounds__(2 * THREADS, 1) persistent_decode(const Args a
         if (kind == QKV) {
             prefetch_norms(args, shared, i / 4);
             empty(exchange_of(args, set ^ 1, i / 4), args.layer_bytes);
-            if constexpr (RANKS > 1) empty_received(args, set ^ 1, i / 4);
+            if constexpr (RANKS > 1)
+                if (shared.was_stuck) empty_received(args, set ^ 1, i / 4);
             attention(args, layer, exchange, shared, ring, patience, me);
         }
         if (kind == DOWN) input = exchange, exchange += args.layer_bytes;

@@ -5,9 +5,10 @@
 //
 //   [set][layer][product][source rank][unit of outputs][row][output]   of a rank's memory
 //
-// The sets are those of the exchange. A step empties the other one, into which another rank writes in
-// its next step alone. None begins that before all have ended this one: between two steps they gather
-// the logits.
+// The sets are those of the exchange. Who has read words empties them. No rank begins a step before all
+// have ended the last one: in between they gather the logits. So nobody writes to a set before it is
+// empty, unless words came when who waited for them had given up: a step after such a one empties the
+// other set.
 #pragma once
 
 #include "exchange.cuh"
@@ -48,6 +49,14 @@ struct Summands {
         for (int rank = 0; rank < RANKS; rank++)
             words[rank] = load_anywhere(static_cast<const unsigned char*>(args.received) + place
                                         + rank * source_bytes(args));
+    }
+
+    static __device__ __forceinline__ void empty(const Args& args, int64_t place) {
+#pragma unroll
+        for (int rank = 0; rank < RANKS; rank++)
+            store_anywhere(static_cast<unsigned char*>(args.received) + place
+                               + rank * source_bytes(args),
+                           EMPTY);
     }
 
     __device__ __forceinline__ bool are_there() const {
