@@ -157,7 +157,7 @@ class CollectiveMesh:
         try:
             return make(place, num_ranks, size, self._device, exchange)
         except OSError as error:
-            logger.info("falling back to kernels of one rank, and NCCL: %s", error)
+            logger.info("falling back to NCCL, without memory that ranks share: %s", error)
             return None
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ struct Place {
             && row < args.rows;
     }
 
-    // Bytes from one rank's words of the product.
+    // Bytes from the beginning of a rank's words of the product.
     __device__ __forceinline__ int sent() const {
         return (column / UNIT * MAX_ROWS + row) * UNIT * 2 + column % UNIT * 2;
     }
@@ -129,18 +129,18 @@ struct Output : Place {
 __device__ __forceinline__ void add_ranks(const Args& args, const Operands& operands,
                                           const Shape& shape, int first_unit, Shared& shared,
                                           Patience& patience) {
-    const Place place(args, shape, first_unit);
-    const int64_t sent = operands.sent + place.sent();
+    const Place own(args, shape, first_unit);
+    const int64_t sent = operands.sent + own.sent();
     Summands summands = {};
     uint32_t addend = 0;
     do
-        if (place.is_valid)
-            summands.load(args, sent), addend = load_fresh_pair(operands.addend + place.place);
+        if (own.is_valid)
+            summands.load(args, sent), addend = load_fresh_pair(operands.addend + own.place);
     while (patience.wait(args, shared,
-                         !place.is_valid || (summands.are_there() && !is_empty(addend))));
-    if (!place.is_valid) return;
+                         !own.is_valid || (summands.are_there() && !is_empty(addend))));
+    if (!own.is_valid) return;
     const uint32_t sum = summands.sum();
-    store_fresh_pair(operands.out + place.place,
+    store_fresh_pair(operands.out + own.place,
                      to_pair(low(sum) + low(addend), high(sum) + high(addend)));
     Summands::empty(args, sent);
 }
