@@ -65,6 +65,11 @@ class MeshConfig:
         return self.size == 1 and self.dp == 1
 
     @property
+    def only_divides_layers(self) -> bool:
+        """Whether there are neither stages nor engines that share experts."""
+        return self.pp == 1 and self.dp == 1
+
+    @property
     def stage(self) -> int:
         return self.rank // self.tp
 

@@ -37,13 +37,17 @@ class DecodeGraphs(SizedGraphs[Recorded]):
         slots: torch.Tensor,
         pool: GraphPool,
         persistent: DecodeStep | None = None,
+        *,
+        may_fail: bool = True,
     ) -> None:
         """step: runs the model's layers. slots: int32, those of a step's rows, then zeros.
         persistent: the same step by the persistent kernel, whose rounding differs; None: it is not
-        available."""
+        available. may_fail: the layers do what it fails to capture; not where other ranks' kernels
+        would wait for this one's."""
         super().__init__()
         self._step = step
         self._persistent = persistent
+        self._may_fail = may_fail
         self._is_broken = False  # whether capturing the persistent step has failed
         self.slots = slots
         self._names: dict[int, str] = {}  # size -> implementation
@@ -65,6 +69,8 @@ class DecodeGraphs(SizedGraphs[Recorded]):
                 self._add(size, PERSISTENT, self._pool.record(partial(persistent, slots)))
                 return
             except RuntimeError as error:  # the layers can do it, too
+                if not self._may_fail:
+                    raise
                 logger.warning("no persistent decode step: %s", error)
                 self._is_broken = True  # `_persistent` is kept: captured graphs use its memory
         self._add(size, LAYERS, self._pool.record(partial(self._step, slots)))

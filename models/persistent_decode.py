@@ -1,24 +1,32 @@
-"""Decode steps of a dense decoder by the persistent kernel, which runs a whole step."""
+"""Decode steps of a dense decoder by the persistent kernel, which runs a whole step.
+
+On tensor-parallel ranks all run it for the same steps: it waits for the other ranks' kernels.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from asyncllm.attention.base import DecodeRows
 from asyncllm.attention.kv_cache import KVCache
+from asyncllm.kernels.all_reduce import PeerWords
 from asyncllm.kernels.declaration import DenseShape, Launch, current_stream
 from asyncllm.kernels.persistent_decode import (
     FORMATS,
     KERNEL,
+    MAX_RANKS,
     MAX_ROWS,
     PLAIN,
     Args,
     Layer,
     exchange_words,
+    received_bytes,
 )
+from asyncllm.mesh_config import MeshConfig
 from asyncllm.models.base import CausalLM
 from asyncllm.models.decoder import DecoderLayer, DenseDecoder
 from asyncllm.models.layers.linear_method import LinearMethod
@@ -47,9 +55,15 @@ class PersistentDecode:
     """Runs steps of a model that the kernel supports. Steps must not overlap."""
 
     def __init__(
-        self, model: DenseDecoder, cache: KVCache, launch: Launch, num_blocks: int
+        self,
+        model: DenseDecoder,
+        cache: KVCache,
+        launch: Launch,
+        num_blocks: int,
+        words: PeerWords | None = None,
     ) -> None:
-        """launch: the compiled kernel. num_blocks: resident on the device at the same time."""
+        """launch: the compiled kernel. num_blocks: resident on the device at the same time. words:
+        `shared_bytes` of each of several ranks."""
         self._model = model  # keeps its tensors alive
         self._launch = launch
         self._num_blocks = num_blocks
@@ -60,7 +74,7 @@ class PersistentDecode:
         self._exchange = torch.full(shape, -1, dtype=torch.int32, device=device)
         # Which of the two is next; whether a step got stuck.
         self._words = torch.zeros(2, dtype=torch.int32, device=device)
-        words = self._words.data_ptr()
+        flags = self._words.data_ptr()
         self._layers = _layer_table(model, cache.layers)
         self._offsets = _offset_table(model, device)
         self._constants = {
@@ -71,8 +85,9 @@ class PersistentDecode:
             "offsets": self._offsets.data_ptr(),
             "exchange": self._exchange.data_ptr(),
             "layer_bytes": 4 * num_words,
-            "phase": words,
-            "stuck": words + 4,
+            "phase": flags,
+            "stuck": flags + 4,
+            **_ranks(words),
         }
 
     def forward(
@@ -101,11 +116,32 @@ class PersistentDecode:
             rows=num_rows,
         )
         KERNEL.launch(self._launch, args, self._num_blocks, current_stream(logits))
-        return logits
+        # It has to follow: no rank begins another step before all have ended this one (ranks.cuh).
+        return self._model.lm_head.gathered(logits)
+
+
+def shared_bytes(model: CausalLM, mesh: MeshConfig) -> int:
+    """Memory of each rank for what others send it in such steps of the model."""
+    if mesh.is_alone or not mesh.only_divides_layers or weight_format(model) is None:
+        return 0
+    assert isinstance(model, DenseDecoder)
+    return received_bytes(len(model.layers), len(model.norm.constants.weight), mesh.tp)
+
+
+def _ranks(words: PeerWords | None) -> dict[str, Any]:
+    """The kernel's arguments that one rank has not."""
+    if words is None:
+        return {}
+    return {
+        "rank": words.rank,
+        "peers": (ctypes.c_void_p * MAX_RANKS)(*words.addresses),
+        "received": words.addresses[words.rank],
+        "closed": words.closed,
+    }
 
 
 def _sizes_of(model: DenseDecoder) -> DenseShape:
-    """The sizes of the model's weights."""
+    """The sizes of the model's weights, a rank's."""
     vocab_size, hidden_size = model.lm_head.weight.shape
     _, _, gate_up, _ = model.layers[0].linears
     intermediate_size = gate_up.weights["weight"].shape[0] // 2

@@ -40,6 +40,14 @@ class DenseShape:
         hidden_size = getattr(hf, "hidden_size", 0)
         return cls(model.num_layers, hidden_size, size, model.vocab_size)
 
+    def share(self, num_ranks: int) -> DenseShape:
+        """A rank's, of so many that divide each layer and the vocabulary among them."""
+        return replace(
+            self,
+            intermediate_size=self.intermediate_size // num_ranks,
+            vocab_size=-(-self.vocab_size // num_ranks),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class RowProduct:
@@ -70,8 +78,8 @@ class Start:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     block_size: int
-    layers: Sequence[AttentionLayer]  # their norms' weights may be without memory
-    sizes: DenseShape
+    layers: Sequence[AttentionLayer]  # this rank's; their norms' weights may be without memory
+    sizes: DenseShape  # the whole model's
     dense_weights: str | None  # as persistent_decode has them; None: `sizes` do not say all
     attention_backend: str
     has_fast_ops: bool  # the model runs by our kernels, not by torch's
@@ -79,6 +87,7 @@ class Start:
     free_decode_sizes: Sequence[int]  # rows of captured decode steps whose kernels we may choose
     new_state: Callable[[int, int], SlotState]  # of one slot, by its pages and the vocabulary
     row_products: Sequence[RowProduct] = ()  # that a step of one row makes by the GEMV
+    num_ranks: int = 1  # that divide each layer among them
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)

@@ -76,12 +76,13 @@ def start_of(config: EngineConfig, model: CausalLM, device: torch.device) -> Sta
         block_size=config.block_size,
         layers=model.attention_layers,
         sizes=DenseShape.of(config.model),
-        dense_weights=weight_format(model) if config.mesh.is_alone else None,
+        dense_weights=weight_format(model) if config.mesh.only_divides_layers else None,
         attention_backend=_backend(config, device),
         has_fast_ops=has_fast_ops(device, dtype),
         captures_prefills=is_captured and bool(config.prefill_graph_sizes),
         free_decode_sizes=config.cuda_graph_sizes if is_free else (),
         new_state=lambda num_pages, vocab_size: DeviceState(1, num_pages, vocab_size, device),
+        num_ranks=config.mesh.tp,
     )
 
 

@@ -26,6 +26,7 @@ from asyncllm.models.base import CausalLM, TokenInputs
 from asyncllm.models.kv_scales import measured_scales, stored_scales
 from asyncllm.models.parallel.mesh import Mesh
 from asyncllm.models.parallel.stages import Stages
+from asyncllm.models.persistent_decode import shared_bytes
 from asyncllm.step_plan import StateMoves
 from asyncllm.types import SwapCost
 
@@ -105,7 +106,7 @@ def plan_memory(
     Raises `ValueError` naming the flag if the requested window, or a single block, does not fit.
     """
     page_bytes, peak_bytes = layout.page_bytes, _profile_step(model, config, device)
-    room = _cache_bytes(config, peak_bytes, device)
+    room = _cache_bytes(config, peak_bytes, shared_bytes(model, mesh.config), device)
     num_snapshots = mesh.least(plan_snapshots(config, states, room))
     state_bytes = (config.num_slots + num_snapshots) * states.row_bytes
     if state_bytes > room and config.num_gpu_blocks_override is None:
@@ -156,14 +157,16 @@ def _num_pages(
     return num_pages if is_asked and layout.page_bytes else min(num_pages, most)
 
 
-def _cache_bytes(config: EngineConfig, peak_bytes: int, device: torch.device) -> int:
-    """Bytes that pages and states may take."""
+def _cache_bytes(
+    config: EngineConfig, peak_bytes: int, shared_bytes: int, device: torch.device
+) -> int:
+    """Bytes that pages and states may take. shared_bytes: those that ranks will share."""
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         allowed = total * config.gpu_memory_utilization - (total - free)
-        reserve = GRAPH_RESERVE_BYTES
+        reserve = GRAPH_RESERVE_BYTES + shared_bytes
         if config.prefill_graph_sizes and not config.enforce_eager:
             # Graphs have activations of their own, besides those of eager steps.
             largest = config.prefill_graph_sizes[-1]

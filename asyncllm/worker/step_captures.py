@@ -24,7 +24,8 @@ from asyncllm.kernels.declaration import Launch, num_sms
 from asyncllm.models.base import CausalLM
 from asyncllm.models.decoder import DenseDecoder
 from asyncllm.models.loader import DELAY_S, ProgressBar
-from asyncllm.models.persistent_decode import PersistentDecode
+from asyncllm.models.parallel.mesh import Mesh
+from asyncllm.models.persistent_decode import PersistentDecode, shared_bytes
 from asyncllm.worker.memory import forward_without_attention
 from asyncllm.worker.model_runner import ModelRunner
 from asyncllm.worker.staged_runner import StagedRunner
@@ -35,13 +36,20 @@ ROOM_BYTES = 256 << 20  # for the kernels of a capture's steps, too, and what NC
 
 
 def persistent_step(
-    runner: ModelRunner, model: CausalLM, cache: KVCache, launch: Launch | None
+    runner: ModelRunner, model: CausalLM, cache: KVCache, launch: Launch | None, mesh: Mesh
 ) -> DecodeStep | None:
-    """A decode step by the persistent kernel. launch: the compiled kernel; None: not available."""
-    if launch is None:
+    """A decode step by the persistent kernel, on all ranks or on none. launch: the compiled kernel;
+    None: not available."""
+    if mesh.least(int(launch is not None)) == 0:
         return None
-    assert isinstance(model, DenseDecoder)
-    persistent = PersistentDecode(model, cache, launch, num_sms(cache.layers[0].device))
+    assert launch is not None and isinstance(model, DenseDecoder)
+    words = None
+    if mesh.config.tp > 1:
+        words = mesh.share_words(shared_bytes(model, mesh.config))
+        if words is None:
+            return None
+    num_blocks = num_sms(cache.layers[0].device)
+    persistent = PersistentDecode(model, cache, launch, num_blocks, words)
     return partial(runner.decode_step, forward=persistent.forward)
 
 
@@ -116,7 +124,9 @@ class StepCaptures:
         step: Callable[..., tuple[torch.Tensor, ...]] = runner.decode_step
         if isinstance(runner, StagedRunner):
             step = runner.stage_step
-        with_adapters = decode = DecodeGraphs(step, slots, self._pool, persistent)
+        is_alone = self._config.mesh.is_alone
+        decode = DecodeGraphs(step, slots, self._pool, persistent, may_fail=is_alone)
+        with_adapters = decode
         if runner.lora is not None:
             with_adapters = DecodeGraphs(partial(step, adapters=True), slots, self._pool)
         masked: SizedGraphs[Recorded] = SizedGraphs()

@@ -294,7 +294,9 @@ class Worker:
         with self._phase("prefill_graphs"), self._executor.between_steps():
             self._captures.prefills()
         with self._phase("decode_kernel"):
-            persistent = step_captures.persistent_step(self.runner, model, cache, loading())
+            persistent = step_captures.persistent_step(
+                self.runner, model, cache, loading(), self._mesh
+            )
         with self._phase("graphs"), self._executor.between_steps():
             self._captures.decodes(persistent)
 

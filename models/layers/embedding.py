@@ -103,9 +103,14 @@ class LMHead:
             logits.mul_(self._scale)
         if self._soft_cap is not None:
             logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
-        if (mesh := self._embedding.mesh).config.tp > 1:
-            logits = mesh.gather(logits)[:, : self._embedding.vocab_size].contiguous()
-        return logits
+        return self.gathered(logits)
+
+    def gathered(self, logits: torch.Tensor) -> torch.Tensor:
+        """Every rank's logits of its own tokens, [S, n], make [S, vocab_size]."""
+        mesh = self._embedding.mesh
+        if mesh.config.tp == 1:
+            return logits
+        return mesh.gather(logits)[:, : self._embedding.vocab_size].contiguous()
 
     def loads(self) -> Iterator[Load]:
         if not self._tied:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import distributed
 
-from asyncllm.kernels.all_reduce import RANKS, PeerRows, PeerSums, RowSums
+from asyncllm.kernels.all_reduce import RANKS, PeerRows, PeerSums, PeerWords, RowSums
 from asyncllm.mesh_config import MeshConfig
 
 logger = logging.getLogger("asyncllm")
@@ -32,7 +32,7 @@ _c10d: Any = distributed  # whose stubs lack much of it
 TIMEOUT = timedelta(hours=1)
 CLOSE_SECONDS = 5.0
 
-Shared = TypeVar("Shared", PeerSums, PeerRows)
+Shared = TypeVar("Shared", PeerSums, PeerRows, PeerWords)
 
 
 def open_store(num_ranks: int, listener: socket.socket) -> Any:
@@ -111,6 +111,7 @@ class CollectiveMesh:
         self.row_slots: torch.Tensor | None = None
         self.sums: PeerSums | None = None
         self.rows: PeerRows | None = None
+        self._store, self._words = store, list[PeerWords]()
         if row_size is not None and config.tp > 1:
             store = _c10d.PrefixStore(f"memory {config.stage}", store)
             self.sums = self._share_memory(PeerSums, store, config.place, config.tp, row_size)
@@ -133,8 +134,16 @@ class CollectiveMesh:
             self.num_calls += 1
         return sums
 
+    def share_words(self, num_bytes: int) -> PeerWords | None:
+        where = f"words {self.config.stage} {len(self._words)}"
+        store = _c10d.PrefixStore(where, self._store)
+        words = self._share_memory(PeerWords, store, self.config.place, self.config.tp, num_bytes)
+        if words is not None:
+            self._words.append(words)
+        return words
+
     def _share_memory(
-        self, make: type[Shared], store: Any, place: int, num_ranks: int, row_size: int
+        self, make: type[Shared], store: Any, place: int, num_ranks: int, size: int
     ) -> Shared | None:
         """With other ranks, where they are on one host and reach each other."""
         numbers = count()
@@ -148,9 +157,9 @@ class CollectiveMesh:
         if num_ranks not in RANKS or any(host != own for host in exchange(own)):
             return None
         try:
-            return make(place, num_ranks, row_size, self._device, exchange)
+            return make(place, num_ranks, size, self._device, exchange)
         except OSError as error:
-            logger.info("falling back to NCCL for few rows: %s", error)
+            logger.info("falling back to NCCL, without memory that ranks share: %s", error)
             return None
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -252,7 +261,7 @@ class CollectiveMesh:
         """Ends calls that wait, with an error. From any thread; once, however often called."""
         if self._closing is not None:
             return
-        for memory in (self.sums, self.rows):
+        for memory in (self.sums, self.rows, *self._words):
             if memory is not None:
                 memory.end_waiting()
         # NCCL's returns when no graph is left that has calls of it.

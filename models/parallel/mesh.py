@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from asyncllm.kernels.all_reduce import RowSums
+from asyncllm.kernels.all_reduce import PeerWords, RowSums
 from asyncllm.mesh_config import MeshConfig
 
 
@@ -34,6 +34,11 @@ class Mesh(Protocol):
     def row_sums(self, x: torch.Tensor) -> RowSums | None:
         """How a kernel of the caller's is to add up the stage's tensors x [T, size], instead of
         `reduce`; None: there is no way. Only what `reduce` would have done may be done by it."""
+        ...
+
+    def share_words(self, num_bytes: int) -> PeerWords | None:
+        """Memory of the stage's ranks, this many bytes each, that all of them address. None on all
+        of them: there is no way."""
         ...
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -96,6 +101,9 @@ class Alone:
         return x
 
     def row_sums(self, x: torch.Tensor) -> None:
+        return None
+
+    def share_words(self, num_bytes: int) -> None:
         return None
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:

@@ -64,9 +64,12 @@ struct BulkCopy {
     uint64_t* barrier;
 };
 
+struct Grid;
+
 struct Block {
     static constexpr size_t ALIGNMENT = 1024;
     int index;
+    Grid* grid;
     std::vector<unsigned char> bytes;
     bool has_ended = false;  // one of its threads
     Meeting whole, first;
@@ -93,13 +96,19 @@ struct Thread {
     int cluster_phases = 0;  // meetings of its cluster that it has come to
 };
 
+// A kernel that runs, and what it runs. Several do at once where GPUs wait for each other.
+struct Grid {
+    std::function<void()> body;
+    std::vector<std::unique_ptr<Block>> blocks;
+};
+
 inline jmp_buf scheduler;
 inline Thread* current;
 inline int num_blocks, num_threads;
 inline std::vector<Thread*> ready;
-inline std::vector<Block*> blocks_by_index;
 inline size_t num_live, idle_polls;
-inline std::function<void()> body;
+inline std::vector<std::unique_ptr<Grid>> grids;
+inline std::vector<std::unique_ptr<Thread>> everyone;
 inline std::mt19937 shuffle;
 
 // Warps of one block that hardly run for some while, then others: where nothing else keeps those ahead of
@@ -107,19 +116,20 @@ inline std::mt19937 shuffle;
 struct Laggards {
     static constexpr int MOST = 4, TRIES = 12;
     static constexpr size_t STEPS = 400;  // of each thread there is, at most
-    int block, first, end;                // warps
+    Block* block;
+    int first, end;  // warps
     size_t steps = 0;
 
     void pass() {
         if (steps-- > 0) return;
         steps = shuffle() % (STEPS * num_live + 1);
-        block = shuffle() % num_blocks;
+        block = grids[shuffle() % grids.size()]->blocks[shuffle() % num_blocks].get();
         first = shuffle() % (num_threads / WARP);
         end = first + shuffle() % (MOST + 1);
     }
     bool have(const Thread& thread) const {
         const int warp = thread.index / WARP;
-        return thread.block->index == block && warp >= first && warp < end;
+        return thread.block == block && warp >= first && warp < end;
     }
 };
 inline Laggards laggards;
@@ -159,7 +169,7 @@ inline void poll() {
 }
 
 inline void entry() {
-    body();
+    current->block->grid->body();
     current->block->has_ended = true;
     num_live--;
     idle_polls = 0;
@@ -195,27 +205,22 @@ T brought(const unsigned char (*slots)[64], int lane) {
     return value;
 }
 
-// Every thread of every block, until all have ended. Ends the process where nobody can go on.
-inline void launch(int blocks, int threads, size_t shared_bytes, unsigned seed,
+// Every thread of every block, until all have ended. Ends the process where nobody can go on. Of so many
+// launches `together`, each on a GPU of its own, the last one runs all.
+inline void launch(int blocks, int threads, size_t shared_bytes, unsigned seed, size_t together,
                    std::function<void()> kernel) {
     num_blocks = blocks;
     num_threads = threads;
-    body = std::move(kernel);
-    shuffle.seed(seed);
-    laggards = {};
-    std::vector<std::unique_ptr<Block>> all;
-    blocks_by_index.clear();
-    std::vector<std::unique_ptr<Thread>> everyone;
+    grids.push_back(std::make_unique<Grid>(Grid{std::move(kernel), {}}));
     for (int b = 0; b < blocks; b++) {
-        all.push_back(std::make_unique<Block>());
-        all.back()->index = b;
-        all.back()->bytes.assign(shared_bytes + Block::ALIGNMENT, 0xff);
-        blocks_by_index.push_back(all.back().get());
-        all.back()->warps.resize(threads / WARP);
+        auto& block = *grids.back()->blocks.emplace_back(std::make_unique<Block>());
+        block.index = b;
+        block.grid = grids.back().get();
+        block.bytes.assign(shared_bytes + Block::ALIGNMENT, 0xff);
+        block.warps.resize(threads / WARP);
         for (int t = 0; t < threads; t++) {
-            everyone.push_back(std::make_unique<Thread>());
-            Thread& thread = *everyone.back();
-            thread.block = all.back().get();
+            Thread& thread = *everyone.emplace_back(std::make_unique<Thread>());
+            thread.block = &block;
             thread.index = t;
             thread.groups.emplace_back();
             getcontext(&thread.context);
@@ -225,6 +230,9 @@ inline void launch(int blocks, int threads, size_t shared_bytes, unsigned seed,
             ready.push_back(&thread);
         }
     }
+    if (grids.size() < together) return;
+    shuffle.seed(seed);
+    laggards = {};
     num_live = everyone.size();
     idle_polls = 0;
     while (!ready.empty()) resume(draw());
@@ -232,6 +240,8 @@ inline void launch(int blocks, int threads, size_t shared_bytes, unsigned seed,
         std::fprintf(stderr, "deadlock: %zu threads wait for each other\n", num_live);
         std::_Exit(3);
     }
+    grids.clear();
+    everyone.clear();
 }
 
 }  // namespace emulator
@@ -382,6 +392,8 @@ inline void store_fresh_float(float* p, float v) {
     emulator::idle_polls = 0;
     *p = v;
 }
+inline uint32_t load_anywhere(const void* p) { return load_fresh_pair(p); }
+inline void store_anywhere(void* p, uint32_t v) { store_fresh_pair(p, v); }
 inline void poll_again() { emulator::poll(); }
 
 inline void add_relaxed(uint32_t* p, uint32_t value) { *p += value; }
@@ -470,13 +482,15 @@ inline uint4 load_transposed(const void* row) {
     return {pairs[0], pairs[1], pairs[2], pairs[3]};
 }
 
-// `stream` is the seed of the order in which threads take turns.
+// `stream` is the seed of the order in which threads take turns, plus TOGETHER times the number of
+// launches that run at the same time, if several do.
 enum class Order;
 template <typename Args>
 int launch_kernel(void (*kernel)(Args), const Args& args, int num_blocks, int num_threads,
                   int shared_bytes, void* stream, Order, int = 1) {
-    const auto seed = static_cast<unsigned>(reinterpret_cast<uintptr_t>(stream));
-    emulator::launch(num_blocks, num_threads, shared_bytes, seed, [&] { kernel(args); });
+    constexpr uintptr_t TOGETHER = 1 << 16;
+    const auto both = reinterpret_cast<uintptr_t>(stream);
+    emulator::launch(num_blocks, num_threads, shared_bytes, both % TOGETHER, both / TOGETHER, [=] { kernel(args); });
     return 0;
 }
 
@@ -488,9 +502,12 @@ inline int copy_columns(void* to, const void* from, size_t pitch, size_t width, 
 
 // Clusters of two blocks.
 namespace emulator {
+inline Block& first_of_cluster() {
+    return *current->block->grid->blocks[current->block->index / 2 * 2];
+}
 template <typename T>
 T& in_block(T& mine, int rank) {
-    Block& block = *blocks_by_index[current->block->index / 2 * 2 + rank];
+    Block& block = *current->block->grid->blocks[current->block->index / 2 * 2 + rank];
     if (block.has_ended) {
         std::fprintf(stderr, "the shared memory of a block that has ended\n");
         std::_Exit(3);
@@ -502,7 +519,7 @@ T& in_block(T& mine, int rank) {
 
 inline int cluster_rank() { return block_index() % 2; }
 inline void cluster_arrive() {
-    emulator::Block& first = *emulator::blocks_by_index[block_index() / 2 * 2];
+    emulator::Block& first = emulator::first_of_cluster();
     emulator::current->cluster_phases++;
     if (++first.cluster_arrivals % (2 * emulator::num_threads)) return;
     auto& waiting = first.cluster_waiting;
@@ -511,7 +528,7 @@ inline void cluster_arrive() {
     emulator::idle_polls = 0;
 }
 inline void cluster_wait() {
-    emulator::Block& first = *emulator::blocks_by_index[block_index() / 2 * 2];
+    emulator::Block& first = emulator::first_of_cluster();
     if (first.cluster_arrivals >= emulator::current->cluster_phases * 2 * emulator::num_threads) return;
     first.cluster_waiting.push_back(emulator::current);
     emulator::stop();

@@ -267,15 +267,18 @@ def check_sizes(step: Case, function: Launch, num_blocks: int) -> None:
         assert torch.equal(logits(decode, rows), logits(new(), rows)), rows
 
 
-def compile_impatient(folder: Path, flags: tuple[str, ...]) -> Any:
-    """The kernel with blocks that wait for others hardly at all."""
+def compile_impatient(
+    folder: Path, flags: tuple[str, ...], constant: str = "MAX_POLLS = 1 << 24", most: int = 1
+) -> Any:
+    """The kernel with blocks that wait for others hardly at all, or with another constant of
+    exchange.cuh."""
     for sources in (KERNEL.source.parent, nvcc.INCLUDE_FOLDER):
         shutil.copytree(sources, folder / sources.name)
     source = folder / KERNEL.source.parent.name / KERNEL.source.name
     exchange = source.parent / "exchange.cuh"
     text = exchange.read_text()
-    assert text.count("MAX_POLLS = 1 << 24") == 1
-    exchange.write_text(text.replace("MAX_POLLS = 1 << 24", "MAX_POLLS = 1"))
+    assert text.count(constant) == 1
+    exchange.write_text(text.replace(constant, f"{constant.split()[0]} = {most}"))
     return compile_for_cpu(KERNEL, flags, folder / "impatient.so", source)
 
 

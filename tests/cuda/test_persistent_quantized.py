@@ -57,6 +57,15 @@ WIDE_CONFIG = LlamaConfig(
 )
 
 
+def in_words(model: DenseDecoder) -> DenseDecoder:
+    """Its weights as a GPU's kernels take them."""
+    for linear in [linear for layer in model.layers for linear in layer.linears]:
+        weight = linear.weights["weight"]
+        if weight.dtype == torch.uint8:
+            weight.view(torch.int32).copy_(to_words(unpack(weight)))
+    return model
+
+
 @dataclass
 class QuantizedCase(Case):
     """Its layers are in 16 or 32 bits, and mean what the kernel's do: of config `quantized`."""
@@ -64,13 +73,7 @@ class QuantizedCase(Case):
     quantized: ModelConfig
 
     def kernel_model(self) -> DenseDecoder:
-        model = self.quantized_model()
-        for layer in model.layers:
-            for linear in layer.linears:
-                weight = linear.weights["weight"]
-                if weight.dtype == torch.uint8:  # as a GPU's kernels take it
-                    weight.view(torch.int32).copy_(to_words(unpack(weight)))
-        return model
+        return in_words(self.quantized_model())
 
     def quantized_model(self) -> DenseDecoder:
         model = build_model(self.quantized, torch.bfloat16, CPU, TorchOps(), MAX_LEN)
@@ -165,6 +168,7 @@ def test_a_start_compiles_it_for_each_of_its_formats(
         **dict.fromkeys((field.name for field in fields(Start)), cast(Any, None))
         | {
             "free_decode_sizes": [1],
+            "num_ranks": 1,
             "dense_weights": weights,
             "sizes": DenseShape.of(config),
             "layers": model.attention_layers,

@@ -84,3 +84,12 @@ def test_a_kernel_that_fails_is_left_out_from_then_on(caplog: pytest.LogCaptureF
     assert graphs.implementations == {LAYERS: [2, 4]} and calls == 1
     assert caplog.messages == ["no persistent decode step: CUDA error 720"]
     assert run(graphs, 2) == 1
+
+
+def test_a_failure_is_an_error_where_other_ranks_would_wait() -> None:
+    def broken(slots: torch.Tensor) -> tuple[torch.Tensor]:
+        raise RuntimeError("CUDA error 720")
+
+    graphs = DecodeGraphs(plus(1, []), *slots(4), broken, may_fail=False)
+    with pytest.raises(RuntimeError, match="720"):
+        graphs.capture(4)

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 
+from asyncllm.kernels.all_reduce import PeerWords
 from asyncllm.mesh_config import MeshConfig
 
 T = TypeVar("T")
@@ -51,6 +52,9 @@ class ThreadMesh:
         return x.copy_(sum(self._exchange(x, self._stage)))
 
     def row_sums(self, x: torch.Tensor) -> None:
+        return None
+
+    def share_words(self, num_bytes: int) -> PeerWords | None:
         return None
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:

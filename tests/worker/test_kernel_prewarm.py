@@ -11,7 +11,7 @@ from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
@@ -279,6 +279,20 @@ def test_every_triton_kernel_that_can_be_is_prewarmed(launched: Launched) -> Non
     assert {*registry.PREWARMED} == {
         k for k, module in modules.items() if hasattr(module, "prewarm")
     }
+
+
+def test_whole_steps_are_for_ranks_that_divide_each_layer() -> None:
+    def start(**layout: int) -> Start:
+        args = EngineArgs("tiny", dtype="bfloat16", **cast(Any, layout))
+        return early_start(args.create_engine_config(), CPU)
+
+    one, two, staged = start(), start(tensor_parallel_size=2), start(pipeline_parallel_size=2)
+    assert (one.dense_weights, two.dense_weights, staged.dense_weights) == ("PLAIN", "PLAIN", None)
+    assert (one.num_ranks, two.num_ranks) == (1, 2)
+    assert two.sizes == one.sizes and two.layers[0].num_heads * 2 == one.layers[0].num_heads
+    share = two.sizes.share(2)
+    assert share.intermediate_size * 2 == one.sizes.intermediate_size
+    assert share.vocab_size == -(-one.sizes.vocab_size // 2)
 
 
 def test_stages_know_the_variants_of_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:

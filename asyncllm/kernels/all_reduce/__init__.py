@@ -131,3 +131,19 @@ class PeerRows(SharedRows):
         if x.dim() != 2 or x.shape[1] != self._size or x.element_size() != NUMBER_BYTES:
             return None
         return self._sums if len(x) <= self.max_rows * self._sums.num_ranks else None
+
+
+class PeerWords(SharedRows):
+    """Memory of each rank for words that a kernel of the caller's sends to other ranks and waits
+    for, all bits one. `addresses`: every rank's; `closed`: that of the word that ends the waiting.
+    """
+
+    def __init__(
+        self, rank: int, num_ranks: int, size: int, device: torch.device, exchange: Exchange
+    ) -> None:
+        """size: bytes of each rank."""
+        super().__init__(rank, num_ranks, size, device, exchange)
+        self.rank = rank
+        self._memories.append(PeerMemory(rank, size, device, exchange))
+        self.addresses = self._memories[0].addresses
+        self.closed = self._closed.data_ptr()

@@ -183,6 +183,15 @@ __device__ __forceinline__ void store_fresh_pair(void* p, uint32_t v) {
 __device__ __forceinline__ void store_fresh_float(float* p, float v) {
     asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory");
 }
+// The same for what other GPUs or the host write, or read, during this kernel.
+__device__ __forceinline__ uint32_t load_anywhere(const void* p) {
+    uint32_t v;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ void store_anywhere(void* p, uint32_t v) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
 // Before what was not there is looked for again.
 __device__ __forceinline__ void poll_again() {}
 __device__ __forceinline__ uint4 load_constant(const void* p) {

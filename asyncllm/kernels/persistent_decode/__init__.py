@@ -7,6 +7,9 @@ point where blocks wait for each other. The kernel, persistent_decode.cu, is com
 model's heads and the format of its layers' weights. It knows the layout of the KV cache, and does
 what the layers of a dense decoder do, in the same roundings. models/persistent_decode.py launches
 it.
+
+On tensor-parallel ranks each rank's GPU runs the kernel with its share of the weights, and all of
+them together: blocks send each other their summands of a product's outputs (ranks.cuh).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from asyncllm.kernels.all_reduce import RANKS
 from asyncllm.kernels.balanced_decode import shape_definitions
 from asyncllm.kernels.declaration import CudaKernel, Definitions, DenseShape, Start, num_sms
 from asyncllm.kernels.records import AttentionLayer
@@ -27,6 +31,7 @@ HEAD_DIMS = (64, 128)
 COLUMNS = 256  # of a product's columns a multiple
 FEATURES = 8  # of its outputs
 TOKENS = 8  # of a page
+MAX_RANKS = 8
 MAX_BLOCK_SPLITS = 8  # of rows and KV heads, that a block has
 # Columns that a warp takes at a time of quantised weights, where all warps then have some of each
 # product: longer copies are quicker.
@@ -67,6 +72,9 @@ class Args(ctypes.Structure):
         *((name, _int32) for name in ("num_layers", "rows", "hidden", "heads", "kv_heads")),
         *((name, _int32) for name in ("intermediate", "vocab")),
         *((name, _float) for name in ("eps", "head_eps", "scale")),
+        ("rank", _int32),
+        ("peers", _pointer * MAX_RANKS),
+        *((name, _pointer) for name in ("received", "closed")),
     )
 
 
@@ -77,15 +85,17 @@ def definitions(
     block_size: int,
     num_blocks: int,
     weights: str = PLAIN,
+    num_ranks: int = 1,
 ) -> Definitions | None:
     """To compile the source with, for a dense decoder whose layers' weights are in this format;
     None where it does not support it: by sizes that the kernel divides, and layers that see their
-    whole context."""
+    whole context. sizes, layers: a rank's."""
     layer = layers[0]
     widths = sizes.hidden_size, sizes.intermediate_size, layer.num_heads * layer.head_dim
     is_supported = (
         dtype is torch.bfloat16
         and sizes.num_layers <= MOST_LAYERS.get(weights, MAX_LAYERS)
+        and num_ranks in (1, *RANKS)
         and layer.head_dim in HEAD_DIMS
         and layer.num_heads // layer.num_kv_heads <= MAX_GROUP
         and all(other.window is None for other in layers)
@@ -99,6 +109,8 @@ def definitions(
     if not is_supported:
         return None
     shape = shape_definitions(layer, block_size)
+    if num_ranks > 1:
+        shape += (f"-DRANKS={num_ranks}",)
     if weights == PLAIN:
         return shape
     is_wide = all(width % WIDE == 0 and width >= LEAST_WIDTH for width in widths)
@@ -114,8 +126,9 @@ def _definitions_for(start: Start) -> Definitions | None:
     is_asked = min(start.free_decode_sizes, default=MAX_ROWS + 1) <= MAX_ROWS
     if start.dense_weights is None or not is_asked:
         return None
-    shape = start.sizes, start.layers, start.kv_dtype, start.block_size
-    return definitions(*shape, num_sms(start.device), start.dense_weights)
+    sizes, num_ranks = start.sizes.share(start.num_ranks), start.num_ranks
+    shape = sizes, start.layers, start.kv_dtype, start.block_size
+    return definitions(*shape, num_sms(start.device), start.dense_weights, num_ranks)
 
 
 KERNEL = CudaKernel(
@@ -137,3 +150,10 @@ def exchange_words(sizes: DenseShape, layer: AttentionLayer, num_blocks: int) ->
     widths = 2 * sizes.hidden_size + sizes.intermediate_size + heads
     splits = num_blocks * group * (layer.head_dim + 1)
     return -(-(MAX_ROWS * widths // 2 + splits) // 4) * 4
+
+
+def received_bytes(num_layers: int, hidden_size: int, num_ranks: int) -> int:
+    """Memory of each rank for what ranks send it: ranks.cuh."""
+    num_sets, num_products, number_bytes = 2, 2, 2
+    num_numbers = num_sets * num_layers * num_products * num_ranks * MAX_ROWS * hidden_size
+    return num_numbers * number_bytes

@@ -11,6 +11,9 @@
 #define WEIGHTS PLAIN
 #define COLUMNS 256
 #endif
+#ifndef RANKS  // that have the layers' weights between them, each on its own GPU
+#define RANKS 1
+#endif
 
 namespace {
 
@@ -30,6 +33,7 @@ constexpr int SLICE = FORMAT == PLAIN ? 256 : COLUMNS;  // columns of a slice
 constexpr int WARPS = 8;            // that work; as many more are their producers
 constexpr int THREADS = WARPS * 32;  // that work
 constexpr int MAX_ROWS = 8;
+constexpr int MAX_RANKS = 8;
 constexpr int UNIT = 8;             // outputs of a unit
 constexpr int MAX_SETS = 2;         // of warps that have units of their own
 constexpr int GROUP_STAGES = 4;     // of one slice
@@ -90,6 +94,10 @@ struct Args {
     int64_t layer_bytes;          // of the exchange
     int32_t num_layers, rows, hidden, heads, kv_heads, intermediate, vocab;
     float eps, head_eps, scale;   // of the norms; of the heads' norms; of q times k
+    int32_t rank;                 // this and what follows: of several ranks
+    void* peers[MAX_RANKS];       // by rank, what ranks send to it: ranks.cuh
+    void* received;               // this rank's own
+    const void* closed;           // a word of the host's, set where another rank is gone
 };
 
 __device__ __forceinline__ void sync_workers() { sync_first(THREADS); }

@@ -12,6 +12,7 @@ namespace {
 
 constexpr uint32_t EMPTY = ~0u;     // no result: a NaN that is computed has other bits
 constexpr int MAX_POLLS = 1 << 24;  // of a step: seconds
+constexpr int LOOK_POLLS = 1 << 14;  // between looks at the host's memory, which are slow
 
 __device__ __forceinline__ bool is_empty(uint32_t v) { return v == EMPTY; }
 __device__ __forceinline__ bool is_empty(const uint4& v) {
@@ -26,7 +27,10 @@ struct Patience {
     // By all lanes of a warp: whether to look again, because one of them misses something.
     __device__ __forceinline__ bool wait(const Args& args, Shared& shared, bool is_there) {
         if (count_lanes(is_there) == 32 || polls == 0) return false;
-        if (--polls == 0) *args.stuck = shared.is_stuck = 1;
+        polls--;
+        if constexpr (RANKS > 1)
+            if (polls % LOOK_POLLS == 0 && from_lane(load_anywhere(args.closed), 0)) polls = 0;
+        if (polls == 0) *args.stuck = shared.is_stuck = 1;
         poll_again();
         return true;
     }
@@ -38,9 +42,9 @@ __device__ __forceinline__ unsigned char* exchange_of(const Args& args, int set,
 }
 
 // A step empties what the one before it used. By all workers of all blocks.
-__device__ __forceinline__ void empty_layer(const Args& args, int set, int layer) {
-    auto* words = reinterpret_cast<uint4*>(exchange_of(args, set, layer));
-    const int64_t num_words = args.layer_bytes / sizeof(uint4);
+__device__ __forceinline__ void empty(unsigned char* bytes, int64_t num_bytes) {
+    auto* words = reinterpret_cast<uint4*>(bytes);
+    const int64_t num_words = num_bytes / sizeof(uint4);
 #pragma unroll 1
     for (int64_t i = block_index() * THREADS + thread_index(); i < num_words;
          i += num_blocks() * THREADS)

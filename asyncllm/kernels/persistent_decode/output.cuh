@@ -2,23 +2,18 @@
 #pragma once
 
 #include "piece.cuh"
+#include "ranks.cuh"
 
 namespace {
 
-// A thread's two neighbouring outputs of a group, one word: where they go and what is added to them,
-// known before the sums.
-template <Format FORMAT>
-struct Output {
-    static constexpr bool HAS_SCALES = FORMAT == FP8 || FORMAT == INT8;
+// A thread's two neighbouring outputs of a group, one word.
+struct Place {
     bool is_valid;  // false: this thread has none
     int set, unit, row, column;
     int place;                   // bytes
-    uint32_t bias[2] = {}, addend = 0;  // as read: to make them floats is to wait for them
-    uint32_t scales[2][2] = {};
 
     // `first_unit`: the group's, of those of its set.
-    __device__ __forceinline__ Output(const Args& args, const Operands& operands,
-                                      const Shape& shape, int first_unit) {
+    __device__ __forceinline__ Place(const Args& args, const Shape& shape, int first_unit) {
         static_assert(MAX_SETS * GROUP_STAGES * MAX_ROWS * UNIT / 2 == THREADS);
         const int thread = thread_index();
         set = thread / (THREADS / MAX_SETS);
@@ -29,8 +24,26 @@ struct Output {
         place = (row * shape.features + column) * 2;
         is_valid = set < shape.num_sets && unit < GROUP_STAGES >> shape.gated && own < shape.num_own
             && row < args.rows;
+    }
+
+    // Bytes from the beginning of a rank's words of the product.
+    __device__ __forceinline__ int sent() const {
+        return (column / UNIT * MAX_ROWS + row) * UNIT * 2 + column % UNIT * 2;
+    }
+};
+
+// Where its outputs go and what is added to them, known before the sums.
+template <Format FORMAT>
+struct Output : Place {
+    static constexpr bool HAS_SCALES = FORMAT == FP8 || FORMAT == INT8;
+    uint32_t bias[2] = {}, addend = 0;  // as read: to make them floats is to wait for them
+    uint32_t scales[2][2] = {};
+
+    __device__ __forceinline__ Output(const Args& args, const Operands& operands,
+                                      const Shape& shape, int first_unit)
+        : Place(args, shape, first_unit) {
         if (!is_valid) return;
-        if (operands.addend != nullptr) load_addend(operands);
+        if (RANKS == 1 && operands.addend != nullptr) load_addend(operands);
         if (HAS_SCALES)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -49,6 +62,7 @@ struct Output {
 
     __device__ __forceinline__ void wait(const Args& args, const Operands& operands, Shared& shared,
                                          Patience& patience) {
+        if constexpr (RANKS > 1) return;
         if (operands.addend == nullptr) return;
         while (patience.wait(args, shared, !is_valid || !is_empty(addend)))
             if (is_valid) load_addend(operands);
@@ -74,6 +88,8 @@ struct Output {
             for (int i = 0; i < 2; i++)
                 sums[i] = divide(sums[i], 1 + power_of_2(-sums[i] * LOG2_E)) * others[i];
         }
+        if (RANKS > 1 && operands.addend != nullptr)
+            return send_pair(args, operands.sent + sent(), to_pair(sums[0], sums[1]));
         if (operands.addend != nullptr) sums[0] += low(addend), sums[1] += high(addend);
         store_fresh_pair(operands.out + place, to_pair(sums[0], sums[1]));
     }
@@ -108,5 +124,25 @@ struct Output {
         return inverse_root(squares * shape.inverse_size + args.eps);
     }
 };
+
+// The outputs of a group that all ranks have sent summands of.
+__device__ __forceinline__ void add_ranks(const Args& args, const Operands& operands,
+                                          const Shape& shape, int first_unit, Shared& shared,
+                                          Patience& patience) {
+    const Place own(args, shape, first_unit);
+    const int64_t sent = operands.sent + own.sent();
+    Summands summands = {};
+    uint32_t addend = 0;
+    do
+        if (own.is_valid)
+            summands.load(args, sent), addend = load_fresh_pair(operands.addend + own.place);
+    while (patience.wait(args, shared,
+                         !own.is_valid || (summands.are_there() && !is_empty(addend))));
+    if (!own.is_valid) return;
+    const uint32_t sum = summands.sum();
+    store_fresh_pair(operands.out + own.place,
+                     to_pair(low(sum) + low(addend), high(sum) + high(addend)));
+    Summands::empty(args, sent);
+}
 
 }  // namespace

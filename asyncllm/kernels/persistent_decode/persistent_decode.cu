@@ -49,6 +49,7 @@ __device__ __forceinline__ void prepare(const Args& args, Shared& shared) {
         shared.splits = Places(args).splits;
         shared.set = *args.phase >> 31;
         shared.is_stuck = 0;
+        if constexpr (RANKS > 1) shared.was_stuck = *args.stuck;
     }
     fence_barrier_init();
     sync_block();
@@ -96,14 +97,17 @@ __global__ void __launch_bounds__(2 * THREADS, 1) persistent_decode(const Args a
         const Layer& layer = shared.layers[i / 4];
         const int kind = i == 4 * args.num_layers ? HEAD : i % 4;
         const Shape shape = shared.shapes[kind];
-        const Operands operands = operands_of(args, layer, kind, shape, exchange, input);
+        Operands operands = operands_of(args, layer, kind, shape, exchange, input);
+        if constexpr (RANKS > 1) operands.sent = sent_of(args, set, i / 4, kind);
         if (LAYERS != PLAIN && kind == HEAD)
             product<ROWS, PLAIN>(args, operands, shape, kind, shared, ring, patience, me);
         else
             product<ROWS, LAYERS>(args, operands, shape, kind, shared, ring, patience, me);
         if (kind == QKV) {
             prefetch_norms(args, shared, i / 4);
-            empty_layer(args, set ^ 1, i / 4);
+            empty(exchange_of(args, set ^ 1, i / 4), args.layer_bytes);
+            if constexpr (RANKS > 1)
+                if (shared.was_stuck) empty_received(args, set ^ 1, i / 4);
             attention(args, layer, exchange, shared, ring, patience, me);
         }
         if (kind == DOWN) input = exchange, exchange += args.layer_bytes;
@@ -118,7 +122,8 @@ EXPORT_LAYOUT(Args, FIELD(layers), FIELD(final_norm), FIELD(head), FIELD(offsets
     FIELD(exchange), FIELD(phase), FIELD(stuck), FIELD(block_tables), FIELD(positions), FIELD(rotary_rows),
     FIELD(cos_sin), FIELD(table_stride), FIELD(page_stride), FIELD(kv_stride), FIELD(layer_bytes),
     FIELD(num_layers), FIELD(rows), FIELD(hidden), FIELD(heads), FIELD(kv_heads), FIELD(intermediate),
-    FIELD(vocab), FIELD(eps), FIELD(head_eps), FIELD(scale))
+    FIELD(vocab), FIELD(eps), FIELD(head_eps), FIELD(scale), FIELD(rank), FIELD(peers), FIELD(received),
+    FIELD(closed))
 
 // Returns a cudaError_t. `untyped`: Args. All sizes are multiples: hidden, intermediate and heads * HEAD_DIM
 // of 256, vocab of 8, and it is at least 8 for each block.

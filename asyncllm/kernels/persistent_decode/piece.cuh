@@ -12,6 +12,7 @@ struct Operands {
     const void *norm, *bias, *scales;  // may be null
     const unsigned char* addend;  // may be null: of the outputs' shape
     unsigned char* out;
+    int64_t sent = 0;  // of several ranks' summands: where they go in each rank's memory
 };
 
 // `exchange`: the layer's; `input`: [rows, hidden], what the layer before it left.

@@ -124,6 +124,12 @@ __device__ __forceinline__ void product(const Args& args, const Operands& operan
         sync_workers();
         output.store(args, operands, shape, shared, buffer);
     }
+    // Behind what the block sends, for none of which others are to wait.
+    if constexpr (RANKS > 1)
+#pragma unroll 1
+        for (int unit = 0; operands.addend != nullptr && unit * shape.num_sets < shape.num_own;
+             unit += group_units)
+            add_ranks(args, operands, shape, unit, shared, patience);
 }
 
 }  // namespace
