@@ -13,7 +13,7 @@ import torch
 
 from asyncllm.attention.base import DecodeRows
 from asyncllm.attention.kv_cache import KVCache
-from asyncllm.kernels.all_reduce import PeerWords
+from asyncllm.kernels.all_reduce import RANKS, PeerWords
 from asyncllm.kernels.declaration import DenseShape, Launch, current_stream
 from asyncllm.kernels.persistent_decode import (
     FORMATS,
@@ -122,14 +122,15 @@ class PersistentDecode:
 
 def shared_bytes(model: CausalLM, mesh: MeshConfig) -> int:
     """Memory of each rank for what others send it in such steps of the model."""
-    if mesh.is_alone or not mesh.only_divides_layers or weight_format(model) is None:
+    is_divided = mesh.only_divides_layers and mesh.tp in RANKS
+    if not is_divided or weight_format(model) is None:
         return 0
     assert isinstance(model, DenseDecoder)
     return received_bytes(len(model.layers), len(model.norm.constants.weight), mesh.tp)
 
 
 def _ranks(words: PeerWords | None) -> dict[str, Any]:
-    """The kernel's arguments that one rank has not."""
+    """The kernel's arguments that only several ranks need."""
     if words is None:
         return {}
     return {

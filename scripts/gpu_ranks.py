@@ -61,7 +61,7 @@ class Job:
 
 
 class Devices:
-    """Which of those that this process may use are free, by their names for the driver."""
+    """Those that this process may use and that are free, as CUDA_VISIBLE_DEVICES names them."""
 
     def __init__(self) -> None:
         named = os.environ.get("CUDA_VISIBLE_DEVICES")

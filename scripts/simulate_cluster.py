@@ -272,6 +272,9 @@ def main() -> None:
     parser.add_argument("--sample", type=int, help="engines with a scheduler (default: all)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    for num_gpus, device in itertools.product(args.gpus, args.device):
+        if num_gpus % DEVICES[device].num_gpus:
+            parser.error(f"{num_gpus} GPUs are no whole number of {device}")
     traffic = Traffic() if args.rate is None else Traffic(conversations_per_s=args.rate)
     print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}")
     results = []

@@ -24,7 +24,7 @@ class Device:
     kv_bytes_per_token: int
     attention_flops: float  # per pair of a new token and a position it reads
     num_pages: int
-    num_gpus: int = 1  # tensor-parallel; all else is of one of them
+    num_gpus: int = 1  # tensor-parallel: times and pages of all, bytes and operations of one
     kv_bytes_per_s: float = 4.0e12
     attention_flops_per_s: float = 557e12
 
@@ -129,12 +129,17 @@ def _of_ranks(num_gpus: int, decode_ms: dict[int, float], prompt_ms: dict[int, f
 DEVICES["8b-h100"] = _scaled(DEVICES["8b"], 1.36, 1.03, kv_bytes_per_s=2.7e12, num_pages=26_000)
 
 # fmt: off
-# docs/log/ranks.md, R25: two and four H200s.
+# docs/log/ranks.md, R25: two and four H200s; 1 and 8 rows by the time per token over HTTP.
 DEVICES["8b-tp2"] = _of_ranks(
     2,
-    {1: 2.535, 2: 2.421, 4: 2.451, 8: 2.482, 9: 2.637, 16: 2.625, 32: 3.011, 64: 3.144,
-     128: 3.644, 256: 5.12},
-    {16: 3.43, 64: 3.61, 128: 4.01, 256: 6.87, 512: 9.6, 1024: 15.27, 2048: 29.22, 4096: 60.84,
-     8190: 128.34},
+    {1: 1.87, 8: 2.3, 9: 2.641, 16: 2.627, 32: 3.014, 64: 3.152, 128: 3.671, 256: 5.186},
+    {16: 3.44, 64: 3.72, 128: 4.11, 256: 5.18, 512: 7.94, 1024: 13.8, 2048: 27.55, 4096: 61.14,
+     8190: 128.07},
+)
+DEVICES["8b-tp4"] = _of_ranks(
+    4,
+    {1: 1.15, 8: 1.49, 9: 2.067, 16: 2.061, 32: 2.247, 64: 2.456, 128: 2.798, 256: 3.659},
+    {16: 2.77, 64: 2.97, 128: 3.38, 256: 4.12, 512: 7.28, 1024: 11.4, 2048: 19.35, 4096: 39.12,
+     8190: 77.77},
 )
 # fmt: on

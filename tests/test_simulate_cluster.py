@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
-# docs/PERFORMANCE.md, one H100, the 8B: workload -> figure -> value
-MEASURED: dict[str, dict[str, float]] = {
-    "lat8": {"tpot_p50": 5.23, "ttft_p50": 16.2},
-    "rate8": {"tpot_p50": 6.35, "ttft_p50": 31.3},
-    "long": {"total_per_s": 31_807, "ttft_p50": 352},
+# docs/PERFORMANCE.md and docs/log/ranks.md, the 8B: device, workload -> figure -> value
+MEASURED: dict[tuple[str, str], dict[str, float]] = {
+    ("8b-h100", "lat8"): {"tpot_p50": 5.23, "ttft_p50": 16.2},
+    ("8b-h100", "rate8"): {"tpot_p50": 6.35, "ttft_p50": 31.3},
+    ("8b-h100", "long"): {"total_per_s": 31_807, "ttft_p50": 352},
+    ("8b-tp2", "lat8"): {"tpot_p50": 2.42, "ttft_p50": 14.2},
+    ("8b-tp2", "tput"): {"output_per_s": 17_200},  # without HTTP
+    ("8b-tp4", "lat8"): {"tpot_p50": 1.56},
+    ("8b-tp4", "tput"): {"output_per_s": 22_598},
 }
 
 
@@ -39,6 +43,20 @@ def test_a_small_cluster() -> None:
     best = found.pop("affinity")
     assert all(best["cached_share"] > each["cached_share"] for each in found.values())
     assert all(best["ttft_p50"] <= each["ttft_p50"] for each in found.values())
+
+
+@pytest.mark.usefixtures("scripts")
+def test_tensor_parallel_gpus_are_one_engine() -> None:
+    """It gets the load of all, and answers as many requests of each GPU's, sooner."""
+    import simulate_cluster as cluster
+
+    traffic = cluster.Traffic(conversations_per_s=2.0, pause_s=1.0, mean_turns=4.0)
+    one, two = (
+        cluster.simulate(2, "affinity", 6.0, traffic, device_name=name) for name in ("8b", "8b-tp2")
+    )
+    assert two["requests"] == pytest.approx(one["requests"], rel=0.3)
+    assert two["goodput"] == pytest.approx(one["goodput"], rel=0.3)
+    assert two["tpot_p50"] < one["tpot_p50"]
 
 
 @pytest.mark.slow
@@ -79,12 +97,12 @@ def test_nothing_is_lost(num_sampled: int | None) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("scripts")
-@pytest.mark.parametrize("workload", MEASURED)
-def test_the_model_gives_the_figures_of_an_h100(workload: str) -> None:
+@pytest.mark.parametrize(("name", "workload"), MEASURED)
+def test_the_model_gives_measured_figures(name: str, workload: str) -> None:
     import simulate_schedule as schedule
 
-    device = schedule.DEVICES["8b-h100"]
+    device = schedule.DEVICES[name]
     policy = schedule.policies(device)["default"]
     found: dict[str, Any] = schedule.simulate(device, schedule.WORKLOADS[workload], policy)
-    for figure, value in MEASURED[workload].items():
+    for figure, value in MEASURED[name, workload].items():
         assert found[figure] == pytest.approx(value, rel=0.1), figure

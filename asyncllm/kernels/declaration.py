@@ -41,7 +41,7 @@ class DenseShape:
         return cls(model.num_layers, hidden_size, size, model.vocab_size)
 
     def share(self, num_ranks: int) -> DenseShape:
-        """A rank's, of so many that divide each layer and the vocabulary among them."""
+        """The sizes of one of `num_ranks` ranks, which divide each layer and the vocabulary."""
         return replace(
             self,
             intermediate_size=self.intermediate_size // num_ranks,

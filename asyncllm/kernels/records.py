@@ -191,10 +191,10 @@ class ExpertRange:
 @dataclass(frozen=True, slots=True, eq=False)
 class Routed:
     """The experts of each token, all different, and what they count. `own`: only some of the
-    experts are here, and the others add nothing; ids count all of them. Then padding has the
-    number of all experts as id."""
+    experts are here, and the others add nothing; ids count all of them, and those of padding may be
+    the number of all experts, which nobody has."""
 
-    ids: torch.Tensor  # int64 or int32 [T, k], below the number of all experts
+    ids: torch.Tensor  # int64 or int32 [T, k], else below the number of all experts
     gates: torch.Tensor  # float32 [T, k]
     own: ExpertRange | None = None
 

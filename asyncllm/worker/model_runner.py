@@ -29,7 +29,7 @@ from asyncllm.models.base import CausalLM, TokenInputs
 from asyncllm.models.layers.lora import LoRALayers
 from asyncllm.models.parallel.mesh import Mesh
 from asyncllm.step_plan import StepKind, StepPlan, StepShape
-from asyncllm.types import LaunchedStep, StepResult
+from asyncllm.types import PADDING_SLOT, LaunchedStep, StepResult
 from asyncllm.worker.device_state import DeviceState
 from asyncllm.worker.executor import Collect, Executor, HostStep
 from asyncllm.worker.kernels import SlotKernels, share_tokens
@@ -301,17 +301,18 @@ class ModelRunner:
 
     def run_padding(self, num_tokens: int) -> None:
         """Run a prefill of the padding page on the current stream, and sample in the padding
-        slot."""
-        step = self.padding_prompt(num_tokens)
+        slot. It takes as long as one of a sequence's."""
+        step = self.padding_prompt(num_tokens, token_slot=PADDING_SLOT + 1)
         hidden = self.mixed.forward(step, self.mixed.graph_shape(step))
         tokens, logits = self.mixed.logits(hidden, 1)
         if tokens is None:
             self.mixed.sample(logits)
 
-    def padding_prompt(self, num_tokens: int) -> PackedStep:
-        """A step of one prompt on the padding page and slot."""
+    def padding_prompt(self, num_tokens: int, token_slot: int = PADDING_SLOT) -> PackedStep:
+        """A step of one prompt on the padding page and slot. token_slot: of its tokens."""
         num_groups, vocab_size = len(self._state.block_tables), self._state.in_prompt.shape[1]
-        return padding_prompt(num_tokens, self._cache.block_size, num_groups, vocab_size)
+        shape = num_tokens, self._cache.block_size, num_groups, vocab_size
+        return padding_prompt(*shape, token_slot)
 
     def _upload(self, step: PackedStep) -> DeviceExtras:
         """Copy sampling inputs that few steps have; updates penalties and allowed tokens."""

@@ -153,16 +153,21 @@ class PackedStep(NamedTuple):
 
 
 def padding_prompt(
-    num_tokens: int, block_size: int, num_groups: int = 1, vocab_size: int = 1
+    num_tokens: int,
+    block_size: int,
+    num_groups: int = 1,
+    vocab_size: int = 1,
+    token_slot: int = PADDING_SLOT,
 ) -> PackedStep:
     """A prefill of one prompt on the padding page, which samples in the padding slot.
 
-    Its tokens differ as far as possible: equal tokens would all use the same experts.
+    Its tokens differ as far as possible: equal tokens would all use the same experts. token_slot:
+    whose they are; where engines share experts, those of the padding slot use none.
     """
     num_pages = -(-num_tokens // block_size)
     tokens = np.zeros((3 + num_groups, num_tokens), np.int32)
     tokens[0] = np.arange(num_tokens) * TOKEN_STRIDE % vocab_size
-    tokens[1], tokens[2] = np.arange(num_tokens), PADDING_SLOT
+    tokens[1], tokens[2] = np.arange(num_tokens), token_slot
     return PackedStep(
         decode_slots=NO_ROWS,
         decode_positions=NO_ROWS,

@@ -106,7 +106,7 @@ class LMHead:
         return self.gathered(logits)
 
     def gathered(self, logits: torch.Tensor) -> torch.Tensor:
-        """Every rank's logits of its own tokens, [S, n], make [S, vocab_size]."""
+        """Gather the logits of all ranks' shares of the vocabulary: [S, n] -> [S, vocab_size]."""
         mesh = self._embedding.mesh
         if mesh.config.tp == 1:
             return logits

@@ -111,7 +111,7 @@ class CollectiveMesh:
         self.row_slots: torch.Tensor | None = None
         self.sums: PeerSums | None = None
         self.rows: PeerRows | None = None
-        self._store, self._words = store, list[PeerWords]()
+        self._store, self._words, self._sharings = store, list[PeerWords](), count()
         if row_size is not None and config.tp > 1:
             store = _c10d.PrefixStore(f"memory {config.stage}", store)
             self.sums = self._share_memory(PeerSums, store, config.place, config.tp, row_size)
@@ -135,7 +135,7 @@ class CollectiveMesh:
         return sums
 
     def share_words(self, num_bytes: int) -> PeerWords | None:
-        where = f"words {self.config.stage} {len(self._words)}"
+        where = f"words {self.config.stage} {next(self._sharings)}"
         store = _c10d.PrefixStore(where, self._store)
         words = self._share_memory(PeerWords, store, self.config.place, self.config.tp, num_bytes)
         if words is not None:
@@ -204,7 +204,7 @@ class CollectiveMesh:
 
     @contextmanager
     def rows_of(self, slots: torch.Tensor) -> Iterator[None]:
-        self.row_slots = slots if self.config.dp > 1 else None
+        self.row_slots = slots
         try:
             yield
         finally:
@@ -277,6 +277,8 @@ class CollectiveMesh:
         given back, or for CLOSE_SECONDS."""
         if self._closing is not None:
             self._closing.join(CLOSE_SECONDS)
+        self.sums = self.rows = None
+        self._words.clear()
 
     @property
     def _groups(self) -> set[Any]:

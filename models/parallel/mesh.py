@@ -65,7 +65,7 @@ class Mesh(Protocol):
 
     @property
     def row_slots(self) -> torch.Tensor | None:
-        """Those of `rows_of`, in a pass of engines that share experts."""
+        """The slots that `rows_of` was given, in a pass of engines that share experts."""
         ...
 
     def gather_rows(self, *tensors: torch.Tensor) -> list[torch.Tensor]:

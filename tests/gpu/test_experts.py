@@ -103,7 +103,7 @@ def test_equals_torch(
 def test_experts_of_a_rank(
     num_tokens: int, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the others add nothing, though nobody writes their rows."""
+    """Those of the others add nothing, though nobody writes their rows; padding has none."""
     from asyncllm.kernels.experts.kernel import experts
 
     weights, x = make_weights(6, 64, 32, SILU, biased=True), random(num_tokens, 64)
@@ -115,12 +115,16 @@ def test_experts_of_a_rank(
 
     monkeypatch.setattr(torch.Tensor, "new_empty", filled)
     routed = make_routed(num_tokens, 6, 2)
+    padding = slice(num_tokens - num_tokens // 3, num_tokens)
+    routed.ids[padding] = 6
     summed = torch.zeros_like(x, dtype=torch.float32)
     for first in range(0, 6, 6 // num_ranks):
         parts = (weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias)
         own = (None if part is None else part[first : first + 6 // num_ranks] for part in parts)
         part = replace(routed, own=ExpertRange(first, 6))
         summed += experts(Normed(x), ExpertWeights(*own, SILU), part).float()
+    assert (summed[padding] == 0).all()
+    routed.ids[padding], routed.gates[padding] = 0, 0
     assert relative_error(summed, x, weights, routed) < TOLERANCE
 
 

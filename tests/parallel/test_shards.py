@@ -146,7 +146,7 @@ def test_experts_of_several_engines(name: str, tmp_path: Path) -> None:
 
 
 def test_padding_takes_no_experts(tmp_path: Path) -> None:
-    """Here that of the last token, which none of the others attends to."""
+    """The last token is padding; none of the others attends to it."""
     with torch.inference_mode():
         random_reference(CONFIGS["mixtral"]).save_pretrained(tmp_path)
 

@@ -73,8 +73,10 @@ class ThreadMesh:
     @contextmanager
     def rows_of(self, slots: torch.Tensor) -> Iterator[None]:
         self.row_slots = slots
-        yield
-        self.row_slots = None
+        try:
+            yield
+        finally:
+            self.row_slots = None
 
     def gather_rows(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         return [torch.cat(self._meet_peers(tensor)) for tensor in tensors]

@@ -30,6 +30,7 @@ from asyncllm.graphs.pool import GraphPool, Outputs, Recorded
 from asyncllm.graphs.sized_graphs import SizedGraphs
 from asyncllm.models.layers.embedding import Embedding
 from asyncllm.step_plan import StepKind, StepShape
+from asyncllm.types import PADDING_SLOT
 from asyncllm.worker import kernels, static_inputs, step_captures, worker
 from asyncllm.worker.device_state import fill_decodes_torch
 from asyncllm.worker.packed_step import PackedStep, SlotChanges
@@ -479,8 +480,17 @@ def test_a_later_capture_writes_to_no_page_that_was_used(
 def test_padding_is_written_to_the_padding_page(graphed: worker.Worker) -> None:
     run_rows(graphed, 3, 0, 8)
     run_rows(graphed, 7, 1, 5)
-    slots = graphed.runner.inputs.write_slots[0, :8].tolist()
-    assert slots == [113, 114, 115, 116, 117, 0, 0, 0]
+    inputs = graphed.runner.inputs
+    assert inputs.write_slots[0, :8].tolist() == [113, 114, 115, 116, 117, 0, 0, 0]
+    assert inputs.slots[:8].tolist() == [9, 9, 9, 9, 9, *[PADDING_SLOT] * 3]
+
+
+@pytest.mark.usefixtures("recorded")
+@torch.inference_mode()
+def test_what_is_measured_takes_experts_as_sequences_do(graphed: worker.Worker) -> None:
+    """Padding takes none where engines share them."""
+    graphed.runner.run_padding(5)
+    assert (graphed.runner.mixed.token_slots[:5] != PADDING_SLOT).all()
 
 
 def test_a_capture_that_fails_is_ended_and_may_be_repeated() -> None:

@@ -17,7 +17,7 @@ from asyncllm.kernels.all_reduce.peer_memory import Exchange, PeerMemory
 SETS = 3  # as kernel.py has them
 NUMBER_BYTES, WORD_BYTES = 2, 4
 # By ranks, bytes of all rows: where a form is the fastest (docs/log/ranks.md; 8 ranks were not
-# measured). There is memory for three times as much, and twice that of two shots.
+# measured). There is memory for SETS * ranks times as much, of two shots for SETS * 2 times.
 MOST_IN_ONE_SHOT = {2: 1 << 20, 4: 256 << 10, 8: 64 << 10}
 MOST_IN_TWO_SHOTS = {2: 16 << 20, 4: 16 << 20, 8: 256 << 10}
 MOST_GATHERED = {2: 128, 4: 128, 8: 32}  # rows of an engine
@@ -48,32 +48,42 @@ class RowGather:
     row_words: int
 
 
-class SharedRows:
-    """Memory of each rank for rows of `size` numbers of 16 bits. All ranks construct it together,
-    and ask it for the same numbers of rows in the same order. Raises `OSError` as `PeerMemory`
-    does."""
+class SharedMemory:
+    """Memory of each rank that all ranks address. They construct it together. Raises `OSError` as
+    `PeerMemory` does."""
 
-    def __init__(
-        self, rank: int, num_ranks: int, size: int, device: torch.device, exchange: Exchange
-    ) -> None:
-        self._rank, self._device, self._exchange = rank, device, exchange
-        self._size = size
+    def __init__(self, rank: int, device: torch.device, exchange: Exchange) -> None:
+        self.rank, self._device, self._exchange = rank, device, exchange
         self._memories: list[PeerMemory] = []
         with torch.inference_mode(False):  # it is written to outside of it, too
             self._closed = torch.zeros(1, dtype=torch.int32, pin_memory=True)
 
-    def _share(self, max_rows: int, bytes_of_set: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`RowSums.peers` and `calls`, of memory for so many rows."""
-        num_bytes = max_rows * SETS * bytes_of_set
-        memory = PeerMemory(self._rank, num_bytes, self._device, self._exchange)
+    def _addresses(self, num_bytes: int) -> list[int]:
+        """Every rank's, of so many bytes of each."""
+        memory = PeerMemory(self.rank, num_bytes, self._device, self._exchange)
         self._memories.append(memory)
-        addresses = [*memory.addresses, self._closed.data_ptr()]
-        peers = torch.tensor(addresses, dtype=torch.int64, device=self._device)
-        return peers, torch.zeros(max_rows, dtype=torch.int32, device=self._device)
+        return memory.addresses
 
     def end_waiting(self) -> None:
         """Kernels that wait for other ranks end. From any thread."""
         self._closed.fill_(1)
+
+
+class SharedRows(SharedMemory):
+    """Memory of each rank for rows of `size` numbers of 16 bits. All ranks ask it for the same
+    numbers of rows in the same order."""
+
+    def __init__(
+        self, rank: int, num_ranks: int, size: int, device: torch.device, exchange: Exchange
+    ) -> None:
+        super().__init__(rank, device, exchange)
+        self._size = size
+
+    def _share(self, max_rows: int, bytes_of_set: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`RowSums.peers` and `calls`, of memory for so many rows."""
+        addresses = [*self._addresses(max_rows * SETS * bytes_of_set), self._closed.data_ptr()]
+        peers = torch.tensor(addresses, dtype=torch.int64, device=self._device)
+        return peers, torch.zeros(max_rows, dtype=torch.int32, device=self._device)
 
 
 class PeerSums(SharedRows):
@@ -133,7 +143,7 @@ class PeerRows(SharedRows):
         return self._sums if len(x) <= self.max_rows * self._sums.num_ranks else None
 
 
-class PeerWords(SharedRows):
+class PeerWords(SharedMemory):
     """Memory of each rank for words that a kernel of the caller's sends to other ranks and waits
     for, all bits one. `addresses`: every rank's; `closed`: that of the word that ends the waiting.
     """
@@ -142,8 +152,6 @@ class PeerWords(SharedRows):
         self, rank: int, num_ranks: int, size: int, device: torch.device, exchange: Exchange
     ) -> None:
         """size: bytes of each rank."""
-        super().__init__(rank, num_ranks, size, device, exchange)
-        self.rank = rank
-        self._memories.append(PeerMemory(rank, size, device, exchange))
-        self.addresses = self._memories[0].addresses
+        super().__init__(rank, device, exchange)
+        self.addresses = self._addresses(size)
         self.closed = self._closed.data_ptr()

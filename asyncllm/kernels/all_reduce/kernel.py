@@ -12,7 +12,8 @@ which follow the emptying. A row counts its own calls, as steps differ in their 
 
     one shot    each rank gets all rows of the others: [set][rank][size]
     two shots   each rank sums a part of the columns for all, [set][rank][size / ranks], and tells
-                the others, [set][part][size / ranks]: fewer bytes from four ranks on
+                the others, [set][part][size / ranks]: fewer bytes from four ranks on,
+                and fewer that are waited for at a time
 
 Which rows another rank's kernel does first is of no account if all ranks do them in the same order,
 as a GPU starts programs by their number. `closed` ends the waiting: another rank is gone then, and

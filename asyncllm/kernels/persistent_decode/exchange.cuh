@@ -41,7 +41,7 @@ __device__ __forceinline__ unsigned char* exchange_of(const Args& args, int set,
         + (set * args.num_layers + layer) * args.layer_bytes;
 }
 
-// A step empties what the one before it used. By all workers of all blocks.
+// By all workers of all blocks.
 __device__ __forceinline__ void empty(unsigned char* bytes, int64_t num_bytes) {
     auto* words = reinterpret_cast<uint4*>(bytes);
     const int64_t num_words = num_bytes / sizeof(uint4);

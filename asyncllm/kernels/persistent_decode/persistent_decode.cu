@@ -105,6 +105,7 @@ __global__ void __launch_bounds__(2 * THREADS, 1) persistent_decode(const Args a
             product<ROWS, LAYERS>(args, operands, shape, kind, shared, ring, patience, me);
         if (kind == QKV) {
             prefetch_norms(args, shared, i / 4);
+            // A step empties what the one before it used.
             empty(exchange_of(args, set ^ 1, i / 4), args.layer_bytes);
             if constexpr (RANKS > 1)
                 if (shared.was_stuck) empty_received(args, set ^ 1, i / 4);

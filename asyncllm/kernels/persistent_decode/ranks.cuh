@@ -1,4 +1,4 @@
-// What tensor-parallel ranks send each other. Each has some columns of the layers' second and fourth
+// Sums over tensor-parallel ranks, inside the kernel. Each rank has some columns of the layers' second and fourth
 // product, so what its blocks have of their outputs is a summand. A thread rounds its two, one word, and
 // writes them to every rank's memory, where a thread of each rank waits for all ranks' words of two
 // outputs. All ranks add them up in the same order, in the roundings of the other kernels.
@@ -7,8 +7,8 @@
 //
 // The sets are those of the exchange. Who has read words empties them. No rank begins a step before all
 // have ended the last one: in between they gather the logits. So nobody writes to a set before it is
-// empty, unless words came when who waited for them had given up: a step after such a one empties the
-// other set.
+// empty, unless words came when who waited for them had given up: from then on each step empties the
+// other set, until the engine starts again.
 #pragma once
 
 #include "exchange.cuh"

@@ -118,7 +118,7 @@ struct Shared {
     };
     uint32_t set, is_stuck;  // set: of the exchange, this step's
     int splits;              // bytes: where in a layer's exchange the splits' results are
-    uint32_t was_stuck;      // of several ranks: an earlier step's blocks
+    uint32_t was_stuck;      // whether a block of an earlier step waited in vain (several ranks)
     Shape shapes[HEAD + 1];  // of the products, by kind
     Work works[HEAD + 1][WARPS];
     Split own_splits[MAX_BLOCK_SPLITS];
