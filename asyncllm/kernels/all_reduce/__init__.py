@@ -73,9 +73,7 @@ class SharedRows(SharedMemory):
     """Memory of each rank for rows of `size` numbers of 16 bits. All ranks ask it for the same
     numbers of rows in the same order."""
 
-    def __init__(
-        self, rank: int, num_ranks: int, size: int, device: torch.device, exchange: Exchange
-    ) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device, exchange: Exchange) -> None:
         super().__init__(rank, device, exchange)
         self._size = size
 
@@ -92,7 +90,7 @@ class PeerSums(SharedRows):
     def __init__(
         self, rank: int, num_ranks: int, size: int, device: torch.device, exchange: Exchange
     ) -> None:
-        super().__init__(rank, num_ranks, size, device, exchange)
+        super().__init__(rank, size, device, exchange)
         row_bytes = size * NUMBER_BYTES
         most = {False: MOST_IN_ONE_SHOT[num_ranks] // row_bytes}
         if size % num_ranks == 0:
@@ -118,7 +116,7 @@ class PeerRows(SharedRows):
     def __init__(
         self, rank: int, num_ranks: int, size: int, device: torch.device, exchange: Exchange
     ) -> None:
-        super().__init__(rank, num_ranks, size, device, exchange)
+        super().__init__(rank, size, device, exchange)
         row_bytes = size * NUMBER_BYTES
         self.max_rows = MOST_GATHERED[num_ranks]
         words = size + 256  # half of it, the parts of a norm's factor, experts and gates
