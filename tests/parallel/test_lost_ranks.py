@@ -185,11 +185,23 @@ def test_a_rank_that_is_told_of_a_step_twice() -> None:
     run(test())
 
 
-def test_a_rank_that_is_lost_while_another_thread_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who asks is told: an answer that is registered after the loss would never come."""
+@pytest.fixture
+def asking(monkeypatch: pytest.MonkeyPatch) -> WorkerGroup:
+    """A group whose second rank never answers."""
     ranks = SimpleNamespace(host="127.0.0.1", start=dict, close=lambda: None, kill=lambda: None)
     monkeypatch.setattr(group, "find_ranks", lambda config, is_cancelled: [ranks])
-    asking = WorkerGroup(EngineArgs("tiny", tensor_parallel_size=2).create_engine_config())
+    return WorkerGroup(EngineArgs("tiny", tensor_parallel_size=2).create_engine_config())
+
+
+def test_who_waits_for_an_answer_hears_that_the_group_is_closed(asking: WorkerGroup) -> None:
+    (answer,) = asking.ask(Kind.READ_ADAPTER, "folder", 0)
+    asking.close()
+    with pytest.raises(RankLostError, match="the group is closed"):
+        answer.result(0)
+
+
+def test_a_rank_that_is_lost_while_another_thread_asks(asking: WorkerGroup) -> None:
+    """Who asks is told: an answer that is registered after the loss would never come."""
     wait, asked = threading.Event(), threading.Event()
 
     class Delayed:

@@ -179,11 +179,14 @@ class WorkerGroup:
     # --- end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End all ranks; returns when those of this host have ended."""
-        is_whole, self.failure = self.failure is None, self.failure or "the group is closed"
+        """End all ranks; returns when those of this host have ended. Who waits for their answers
+        gets a `RankLostError`."""
+        with self._lock:  # nothing is asked for any more
+            is_whole, self.failure = self.failure is None, self.failure or "the group is closed"
         self._thread.close()  # their connections: they end by that
         for ranks in self._ranks:
             ranks.close()
+        self._end_answers(self.failure)
         if self._mesh is not None:
             if is_whole:
                 self._mesh.close()
@@ -264,7 +267,15 @@ class WorkerGroup:
             who = "the ranks" if rank is None else f"rank {rank}"
             self._lost_rank = rank
             self.failure = f"{who} of {self._config.mesh.size} failed: {reason}"
-        lost = RankLostError(self.failure)
+        self._end_answers(self.failure)
+        for ranks in self._ranks:
+            ranks.kill()
+        if self._mesh is not None:
+            self._mesh.close()  # rank 0 may wait for it in a step
+        self._on_failure(self.failure)
+
+    def _end_answers(self, reason: str) -> None:
+        lost = RankLostError(reason)
         for progress in self._progress.values():
             futures: list[Future[Any]] = [
                 progress.joins,
@@ -274,11 +285,6 @@ class WorkerGroup:
             for future in futures:
                 if not future.done():
                     future.set_exception(lost)
-        for ranks in self._ranks:
-            ranks.kill()
-        if self._mesh is not None:
-            self._mesh.close()  # rank 0 may wait for it in a step
-        self._on_failure(self.failure)
 
 
 def find_ranks(config: EngineConfig, is_cancelled: Callable[[], bool]) -> list[Ranks]:
