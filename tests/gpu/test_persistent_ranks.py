@@ -6,6 +6,7 @@ Each rank is a process. Needs two GPUs, some tests four.
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import socket
@@ -19,7 +20,10 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from asyncllm import AsyncLLMEngine, RequestOutput
 from asyncllm.attention.base import DecodeRows, StepMixer
+from asyncllm.engine.text.prompt import TokensPrompt
+from asyncllm.graphs.decode_graphs import PERSISTENT
 from asyncllm.kernels.declaration import DenseShape, num_sms
 from asyncllm.kernels.persistent_decode import KERNEL, PLAIN, definitions
 from asyncllm.mesh_config import MeshConfig
@@ -31,7 +35,11 @@ from asyncllm.models.parallel.mesh import Alone, Mesh
 from asyncllm.models.persistent_decode import PersistentDecode, shared_bytes
 from asyncllm.models.registry import build_model
 from tests.caches import uniform_cache
+from tests.gpu.test_shared_experts import expect_near
+from tests.models.tiny_checkpoints import random_reference
+from tests.parallel.engines import greedy
 from tests.quantized_twins import copy_meaning, quantized_config
+from tests.waiting import run, until
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA devices")]
@@ -51,6 +59,10 @@ SIZES = {
 }
 POSITIONS = [[0], [639], [17, 640], [1, 15, 16, 300, 1023, 4096, 5000, 31]]
 REPLAYS, SECONDS = 200, 300
+ENGINE: dict[str, Any] = {
+    "device": "cuda", "dtype": "bfloat16", "skip_tokenizer_init": True, "max_model_len": 1024,
+    "max_num_seqs": 8, "gpu_memory_utilization": 0.3, "swap_space": 0.1,
+}  # fmt: skip
 TOLERANCE = {PLAIN: 0.03}  # relative; else 0.05: the meaning of weights is rounded to 16 bits
 
 
@@ -223,3 +235,41 @@ def test_equals_the_layers(num_ranks: int, size: str, weights: str, tmp_path: Pa
         each.join(max(0.0, until - time.monotonic()))
         each.kill()
     assert [each.exitcode for each in ranks] == [0] * num_ranks
+
+
+def answers_of(
+    folder: Path, **args: Any
+) -> tuple[list[RequestOutput], dict[str, list[int]] | None]:
+    """To prompts of several lengths, at most eight at a time; how decode steps ran."""
+    prompts = [[(7 * i + 31 * j) % 16000 for j in range(5 + 40 * i)] for i in range(12)]
+
+    async def main() -> tuple[list[RequestOutput], dict[str, list[int]] | None]:
+        async with AsyncLLMEngine(str(folder), **ENGINE | args) as engine:
+            asked = (
+                engine.generate(TokensPrompt(prompt_token_ids=ids), greedy(40, detokenize=False))
+                for ids in prompts
+            )
+            await until(lambda: not engine.startup["decode_graphs_to_follow"])
+            outputs = list(await asyncio.gather(*asked))
+            return outputs, engine.startup["decode_kernels"]
+
+    return run(main())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_an_engine_answers_like_one_rank(num_ranks: int, tmp_path: Path) -> None:
+    """The built-in model is too small for it: a rank's half has 384 columns."""
+    if num_ranks > NUM_GPUS:
+        pytest.skip("needs more devices")
+    config = LlamaConfig(
+        vocab_size=16000, hidden_size=1024, intermediate_size=2048, num_hidden_layers=3,
+        num_attention_heads=16, num_key_value_heads=4, head_dim=64, max_position_embeddings=1024,
+    )  # fmt: skip
+    with torch.inference_mode():
+        random_reference(config).save_pretrained(tmp_path)
+    expected, _ = answers_of(tmp_path, enforce_eager=True)
+    for is_ahead in (True, False):
+        ranks = {"tensor_parallel_size": num_ranks, "async_scheduling": is_ahead}
+        ours, kernels = answers_of(tmp_path, **ranks)
+        assert kernels is not None and kernels[PERSISTENT] == [1, 2, 4, 8]
+        expect_near(ours, expected)
