@@ -23,4 +23,8 @@ def compile_for_cpu(
     command = ["g++", *FLAGS, *WARNINGS, "-include", str(EMULATOR), "-x", "c++"]
     command += [str(source or kernel.source), *definitions, "-o", str(made)]
     subprocess.run(command, check=True)
+    return load_for_cpu(kernel, made)
+
+
+def load_for_cpu(kernel: CudaKernel, made: Path) -> Launch:
     return kernel.function_of(ctypes.CDLL(str(made)))

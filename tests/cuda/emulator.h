@@ -39,7 +39,9 @@ namespace emulator {
 
 constexpr int WARP = 32;
 constexpr size_t STACK_BYTES = 64 << 10;
-constexpr size_t MOST_POLLS = 5000;  // of each thread there is, in which nothing happens: a deadlock
+#ifndef MOST_POLLS  // of each thread there is, in which nothing happens: a deadlock
+#define MOST_POLLS 5000
+#endif
 
 struct Copy {
     void* to;
