@@ -19,7 +19,8 @@ from asyncllm.graphs.pool import GraphPool
 from asyncllm.kernels import all_reduce as sums_kernel
 from asyncllm.kernels.records import Norm
 from asyncllm.mesh_config import MeshConfig
-from asyncllm.models.parallel.collectives import CollectiveMesh, find_store, open_store
+from asyncllm.models.parallel.collectives import CollectiveMesh
+from asyncllm.models.parallel.stores import find_store, open_store
 
 SUM_SIZE = 4096
 SUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)

@@ -18,7 +18,7 @@ from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.errors import ModelLoadError
 from asyncllm.host import in_own_thread
-from asyncllm.models.parallel.collectives import EngineStore, find_store, open_store
+from asyncllm.models.parallel.stores import EngineStore, find_store, open_store
 from asyncllm.models.registry import settle
 from asyncllm.worker.kernels import make_mesh
 from asyncllm.worker.ranks.group import WorkerGroup

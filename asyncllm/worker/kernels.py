@@ -22,8 +22,9 @@ from asyncllm.kernels.gemm.gemm_autotune import Agree, AutotunedGemm, GemmCache
 from asyncllm.models.layers.lora_ops import TORCH_LORA, LoRAOps
 from asyncllm.models.layers.ops import Ops
 from asyncllm.models.layers.torch_ops import TorchOps
-from asyncllm.models.parallel.collectives import CollectiveMesh, EngineStore
+from asyncllm.models.parallel.collectives import CollectiveMesh
 from asyncllm.models.parallel.mesh import Mesh
+from asyncllm.models.parallel.stores import EngineStore
 from asyncllm.worker.device_state import (
     DeviceState,
     FillDecodes,

@@ -158,15 +158,15 @@ def _num_pages(
 
 
 def _cache_bytes(
-    config: EngineConfig, peak_bytes: int, shared_bytes: int, device: torch.device
+    config: EngineConfig, peak_bytes: int, rank_bytes: int, device: torch.device
 ) -> int:
-    """Bytes that pages and states may take. shared_bytes: those that ranks will share."""
+    """Bytes that pages and states may take. rank_bytes: those that ranks will share."""
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         allowed = total * config.gpu_memory_utilization - (total - free)
-        reserve = GRAPH_RESERVE_BYTES + shared_bytes
+        reserve = GRAPH_RESERVE_BYTES + rank_bytes
         if config.prefill_graph_sizes and not config.enforce_eager:
             # Graphs have activations of their own, besides those of eager steps.
             largest = config.prefill_graph_sizes[-1]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
@@ -33,29 +32,6 @@ TIMEOUT = timedelta(hours=1)
 CLOSE_SECONDS = 5.0
 
 Shared = TypeVar("Shared", PeerSums, PeerRows, PeerWords)
-
-
-def open_store(num_ranks: int, listener: socket.socket) -> Any:
-    """Where ranks find each other, in this process, at an address that is listened at already."""
-    return _c10d.TCPStore(
-        *listener.getsockname()[:2],
-        world_size=num_ranks,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-
-
-def find_store(num_ranks: int, host: str, port: int) -> Any:
-    """The store that another process has opened."""
-    return _c10d.TCPStore(host, port, world_size=num_ranks, is_master=False)
-
-
-class EngineStore(NamedTuple):
-    """Where the ranks of engines that share experts find each other: of all of them."""
-
-    store: Any
-    address: tuple[str, int]
 
 
 class CollectiveMesh:
@@ -111,7 +87,8 @@ class CollectiveMesh:
         self.row_slots: torch.Tensor | None = None
         self.sums: PeerSums | None = None
         self.rows: PeerRows | None = None
-        self._store, self._words, self._sharings = store, list[PeerWords](), count()
+        self.words: PeerWords | None = None
+        self._store = store
         if row_size is not None and config.tp > 1:
             store = _c10d.PrefixStore(f"memory {config.stage}", store)
             self.sums = self._share_memory(PeerSums, store, config.place, config.tp, row_size)
@@ -135,12 +112,10 @@ class CollectiveMesh:
         return sums
 
     def share_words(self, num_bytes: int) -> PeerWords | None:
-        where = f"words {self.config.stage} {next(self._sharings)}"
-        store = _c10d.PrefixStore(where, self._store)
-        words = self._share_memory(PeerWords, store, self.config.place, self.config.tp, num_bytes)
-        if words is not None:
-            self._words.append(words)
-        return words
+        store = _c10d.PrefixStore(f"words {self.config.stage}", self._store)
+        place, num_ranks = self.config.place, self.config.tp
+        self.words = self._share_memory(PeerWords, store, place, num_ranks, num_bytes)
+        return self.words
 
     def _share_memory(
         self, make: type[Shared], store: Any, place: int, num_ranks: int, size: int
@@ -261,7 +236,7 @@ class CollectiveMesh:
         """Ends calls that wait, with an error. From any thread; once, however often called."""
         if self._closing is not None:
             return
-        for memory in (self.sums, self.rows, *self._words):
+        for memory in (self.sums, self.rows, self.words):
             if memory is not None:
                 memory.end_waiting()
         # NCCL's returns when no graph is left that has calls of it.
@@ -277,8 +252,7 @@ class CollectiveMesh:
         given back, or for CLOSE_SECONDS."""
         if self._closing is not None:
             self._closing.join(CLOSE_SECONDS)
-        self.sums = self.rows = None
-        self._words.clear()
+        self.sums = self.rows = self.words = None
 
     @property
     def _groups(self) -> set[Any]:

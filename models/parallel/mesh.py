@@ -37,8 +37,8 @@ class Mesh(Protocol):
         ...
 
     def share_words(self, num_bytes: int) -> PeerWords | None:
-        """Memory of the stage's ranks, this many bytes each, that all of them address. None on all
-        of them: there is no way."""
+        """Memory of the stage's ranks, this many bytes each, that all of them address; once. None
+        on all of them: there is no way."""
         ...
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from asyncllm import LLM, RequestOutput
 from asyncllm.kernels import persistent_decode
 from asyncllm.worker.ranks import processes
 from tests.cuda.emulated import compile_for_cpu
 from tests.cuda.emulated_rank import FLAGS, KERNEL, NUM_RANKS, SHARED, set_up
-from tests.cuda.test_persistent_engine import ARGS, GREEDY, PROMPTS, margins
+from tests.cuda.test_persistent_engine import answers, margins
 
 PATIENCE = "-DMOST_POLLS=5000000"  # another process may be slow
 pytestmark = [
@@ -35,15 +33,6 @@ def folder(tmp_path: Path) -> Path:
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path / "model")
     return tmp_path / "model"
-
-
-def answers(folder: Path, **args: Any) -> tuple[list[RequestOutput], Any]:
-    """To all prompts at once and to the first alone; and its decode kernels."""
-    with LLM(str(folder), **ARGS | args) as llm:
-        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        outputs += llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
-        llm.engine.check_idle()
-        return outputs, llm.engine.startup["decode_kernels"]
 
 
 @pytest.mark.parametrize("is_ahead", [True, False])

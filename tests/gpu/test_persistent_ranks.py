@@ -30,8 +30,9 @@ from asyncllm.mesh_config import MeshConfig
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.base import TokenInputs
 from asyncllm.models.decoder import DenseDecoder
-from asyncllm.models.parallel.collectives import CollectiveMesh, find_store, open_store
+from asyncllm.models.parallel.collectives import CollectiveMesh
 from asyncllm.models.parallel.mesh import Alone, Mesh
+from asyncllm.models.parallel.stores import find_store, open_store
 from asyncllm.models.persistent_decode import PersistentDecode, shared_bytes
 from asyncllm.models.registry import build_model
 from tests.caches import uniform_cache

@@ -11,8 +11,9 @@ import torch
 from asyncllm.mesh_config import MeshConfig
 from asyncllm.model_config import ModelConfig
 from asyncllm.models.loader import load_weights
-from asyncllm.models.parallel.collectives import CollectiveMesh, open_store
+from asyncllm.models.parallel.collectives import CollectiveMesh
 from asyncllm.models.parallel.mesh import Alone, Mesh
+from asyncllm.models.parallel.stores import open_store
 from asyncllm.models.registry import build_model
 from asyncllm.worker.kernels import select_ops
 from asyncllm.worker.memory import forward_without_attention

@@ -27,8 +27,9 @@ from asyncllm.child_process import given_socket
 from asyncllm.config import EngineConfig
 from asyncllm.errors import LoRALoadError
 from asyncllm.frames import Frames
-from asyncllm.models.parallel.collectives import CollectiveMesh, EngineStore, find_store
+from asyncllm.models.parallel.collectives import CollectiveMesh
 from asyncllm.models.parallel.mesh import Mesh
+from asyncllm.models.parallel.stores import EngineStore, find_store
 from asyncllm.worker.adapters import AdapterStore
 from asyncllm.worker.kernels import make_mesh
 from asyncllm.worker.ranks.connection import READ_BYTES

@@ -24,8 +24,9 @@ import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.mesh_config import RankStats
-from asyncllm.models.parallel.collectives import CollectiveMesh, EngineStore, open_store
+from asyncllm.models.parallel.collectives import CollectiveMesh
 from asyncllm.models.parallel.mesh import Mesh
+from asyncllm.models.parallel.stores import EngineStore, open_store
 from asyncllm.worker.kernels import make_mesh
 from asyncllm.worker.ranks.connection import PeerThread
 from asyncllm.worker.ranks.handshake import read_secret
