@@ -258,5 +258,5 @@ class SwapCost:
 class StepCost:
     """Measured by the worker at start; sets the prefill chunk of steps that also decode."""
 
-    seconds_per_step: float  # the smallest decode step
+    seconds_per_step: float  # the smallest decode step by the layers' kernels
     seconds_per_token: float  # of prefill

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncllm.flag_values import PREFILL_GRAPH_SIZES
+from asyncllm.kernels.persistent_decode import MAX_ROWS as PERSISTENT_ROWS
 from asyncllm.step_plan import StepPlan
 from asyncllm.types import StepCost
 
@@ -49,7 +50,8 @@ class Device:
     def cost(self) -> StepCost:
         """The cost that the worker would measure at its start."""
         prefill_s = _between(self.mixed_ms, 1024) / 1e3 + self._attention_s(1024, 0)
-        return StepCost(self.decode_ms[0][1] / 1e3, prefill_s / 1024)
+        by_layers = _between(self.decode_ms, PERSISTENT_ROWS + 1) / 1e3
+        return StepCost(by_layers, prefill_s / 1024)
 
 
 def _between(points: tuple[tuple[int, float], ...], place: float) -> float:

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from asyncllm.graphs.decode_graphs import LAYERS
 from asyncllm.types import StepCost
 from asyncllm.worker.model_runner import ModelRunner
 
@@ -35,10 +36,10 @@ def measure_step_cost(
     stream = torch.cuda.current_stream()
     bare_tokens = min(full_read_tokens, most_tokens)
     is_small = bare_tokens == 1
-    bare_step = (
-        _bare_step(runner, stream.device) if is_small else partial(runner.run_padding, bare_tokens)
+    step = (
+        bare_step(runner, stream.device) if is_small else partial(runner.run_padding, bare_tokens)
     )
-    bare = _timings(bare_step, stream, agree)
+    bare = _timings(step, stream, agree)
     asked = PREFILL_TOKENS if is_small else (*PREFILL_TOKENS, most_tokens)
     sizes = {min(num_tokens, most_tokens) for num_tokens in asked}
     prefills = {
@@ -80,14 +81,15 @@ def _timed(step: Callable[[], object], num_steps: int, stream: torch.cuda.Stream
     return (time.perf_counter() - start) / num_steps
 
 
-def _bare_step(runner: ModelRunner, device: torch.device) -> Callable[[], object]:
-    """The smallest decode step, as a graph's replay if there is one."""
+def bare_step(runner: ModelRunner, device: torch.device) -> Callable[[], object]:
+    """The smallest decode step by the kernels of layers, which steps with prompts run, as a graph's
+    replay if there is one. The persistent kernel's would say less than GEMMs take."""
     if runner.in_parts:
         return partial(runner.run_padding, 1)
     graphs = runner.graphs
-    size = None if graphs is None else graphs.fitting(1)
-    if graphs is None or size is None:
+    if not graphs:
         slots = torch.zeros(1, dtype=torch.int32, device=device)
         return partial(runner.decode_step, slots, 1)
     runner.inputs.clear()
-    return graphs[size].replay
+    by_layers = graphs.implementations.get(LAYERS, list(graphs))
+    return graphs[by_layers[0]].replay

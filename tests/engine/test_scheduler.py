@@ -184,7 +184,7 @@ def test_a_long_prompt_does_not_pass_another() -> None:
     assert prefilling(run_step(scheduler)) == [("r2", 8, 8)]
 
 
-def test_the_measured_chunk_is_two_knees() -> None:
+def test_the_measured_chunk_is_nearly_two_knees() -> None:
     """An 8B model on an H100: 6 ms a step, 22.5 us a prompt token; then a 0.6B model."""
     assert ChunkPolicy.measured(StepCost(6.0e-3, 22.5e-6)) == ChunkPolicy(512)
     assert ChunkPolicy.measured(StepCost(1.4e-3, 1.85e-6)) == ChunkPolicy(1536)
@@ -192,7 +192,7 @@ def test_the_measured_chunk_is_two_knees() -> None:
 
 
 def test_a_small_models_chunk_takes_some_milliseconds() -> None:
-    """0.6B: on an H200, on a faster card, with few sizes; the 8B's two knees take longer."""
+    """0.6B: on an H200, on a faster card, with few sizes; the 8B's knees take longer."""
     sizes = tuple(range(256, 2049, 256))
     chunks = {
         StepCost(0.9e-3, 2.75e-6): 1536,
@@ -206,7 +206,7 @@ def test_a_small_models_chunk_takes_some_milliseconds() -> None:
 
 
 def test_a_knee_that_no_card_has_is_not_believed() -> None:
-    """However slow a token was found: two least knees, and what 4 ms of those are."""
+    """However slow a token was found: the least knee counts, and what 4 ms of it are."""
     assert ChunkPolicy.measured(StepCost(6.0e-3, 1.0)) == ChunkPolicy(2 * LEAST_KNEE_TOKENS)
     sizes = tuple(range(256, 2049, 256))
     assert ChunkPolicy.measured(StepCost(0.9e-3, 1.0), sizes) == ChunkPolicy(768)

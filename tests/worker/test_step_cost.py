@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from asyncllm.engine.chunk_policy import CHUNK_MULTIPLE, ChunkPolicy
+from asyncllm.graphs.decode_graphs import DecodeGraphs
+from asyncllm.graphs.pool import GraphPool
 from asyncllm.types import StepCost
-from asyncllm.worker.step_cost import NUM_TIMES, cost_of
+from asyncllm.worker.step_cost import NUM_TIMES, bare_step, cost_of
+from tests.worker.recorded_graph import RecordedGraph
 
 SIZES = (16, 32, 64, *range(128, 1025, 128), *range(1280, 2049, 256))
 # About what a bare step and prefills of 512 and 1024 tokens take, in seconds.
@@ -16,6 +22,12 @@ MODELS = {
     "8B, H100": (6.0e-3, {512: 12.2e-3, 1024: 23.0e-3}),
     "8B, H200": (4.2e-3, {512: 11.0e-3, 1024: 20.8e-3}),
     "0.6B, H200": (0.9e-3, {512: 1.6e-3, 1024: 2.9e-3}),
+}
+# As measured (docs/log/ranks.md): 16 rows by the layers' kernels, and prompts.
+RANKS = {
+    "8B, an H200": (4.1e-3, {512: 11.2e-3, 1024: 22.6e-3}),
+    "8B, two H200s": (2.63e-3, {512: 7.94e-3, 1024: 13.8e-3}),
+    "8B, four H200s": (2.06e-3, {512: 7.28e-3, 1024: 11.4e-3}),
 }
 NOISE = 0.02
 BAD = (0.0, 0.3, 0.9, 1.5, 4.0, 40.0)  # what the bad timing is, of the true one
@@ -70,3 +82,35 @@ def test_a_size_that_was_always_delayed_is_mended_by_the_other(name: str, num_to
 def test_a_bare_step_takes_no_longer_than_one_with_prompts() -> None:
     cost = cost_of([9.0, 9.0], {512: [2.0, 2.0], 1024: [3.0, 3.0]})
     assert cost == StepCost(2.0, 3.0 / 1024)
+
+
+@pytest.mark.parametrize("name", RANKS)
+@pytest.mark.parametrize("share", [0.9, 1.0, 1.1])
+def test_a_slower_gpu_gets_the_same_chunk(name: str, share: float) -> None:
+    """Two GPUs had chunks of 256 and of 512, by chance: 14,200 and 17,000 tokens/s."""
+    bare, prefills = RANKS[name]
+    cost = cost_of([bare] * 2, {n: [share * s] * 2 for n, s in prefills.items()})
+    assert chunk(cost) == 512
+
+
+@pytest.mark.parametrize(("sizes", "expected"), [((16, 8, 1), [16]), ((8, 1), [1])])
+def test_the_bare_step_is_by_the_kernels_of_layers(sizes: list[int], expected: list[int]) -> None:
+    """If any is: an engine of few sequences has none."""
+    ran: list[int] = []
+
+    def step(slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (slots + 1,)
+
+    class Graph(RecordedGraph):
+        def replay(self) -> None:
+            ran.append(len(self._recorder.calls[0][3][0]))
+
+    slots = torch.zeros(16, dtype=torch.int32)
+    graphs = DecodeGraphs(step, slots, GraphPool(Graph, clear=slots.zero_), step)
+    for size in sizes:
+        graphs.capture(size)
+    ran.clear()
+    inputs = SimpleNamespace(clear=slots.zero_)
+    runner: Any = SimpleNamespace(in_parts=False, graphs=graphs, inputs=inputs)
+    bare_step(runner, torch.device("cpu"))()
+    assert ran == expected
