@@ -101,6 +101,26 @@ def test_products(scheme: Scheme, is_even: bool) -> None:
     assert error(skinny_gemm(x[:3], matrix, gated=True), F.silu(gate) * up) < 2 * TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("scheme", "columns"),
+    [(Scheme("int4", group=128), 6272), (Scheme("fp4", group=32), 6272), (Scheme("fp8"), 18_560)],
+    ids=str,
+)
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_wide_row_is_summed_in_a_loop(scheme: Scheme, columns: int, gated: bool) -> None:
+    """Of 10 and 13 blocks; its last pass is not full."""
+    from asyncllm.kernels.quant_gemm.gemv import gemv
+    from asyncllm.kernels.records import Normed
+
+    matrix, exact, bias = matrices(scheme, (16, columns), has_bias=True)
+    x = torch.randn(1, columns, device=DEVICE, dtype=DTYPE)
+    expected = x.float() @ exact.T + bias.float()
+    if gated:
+        gate, up = expected.chunk(2, dim=1)
+        expected = F.silu(gate) * up
+    assert error(gemv(Normed(x), matrix, gated), expected) < 2 * TOLERANCE
+
+
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_what_ends_a_product_of_one_row(scheme: Scheme) -> None:
     from asyncllm.kernels.quant_gemm.gemv import gemv, gemv_add_norm
