@@ -49,6 +49,7 @@ class EngineConfig:
 
     model: ModelConfig
     tokenizer_path: Path | None  # None: prompts and outputs are token ids
+    model_name: str  # as the user gave it: a folder, a repository or the built-in model
     served_model_names: tuple[str, ...]
     device: Literal["cpu", "cuda"]
     dtype: Literal["float32", "bfloat16", "float16"]
@@ -260,6 +261,7 @@ class EngineArgs:
         resolved: dict[str, Any] = {
             "model": model,
             "tokenizer_path": self._tokenizer_path(path),
+            "model_name": self.model,
             "served_model_names": tuple(self.served_model_name or [self._name()]),
             "device": device,
             "dtype": (dtype := flag_values.resolve_dtype(self.dtype, model, device)),

@@ -27,10 +27,13 @@ class GenerationDefaults:
 
     As in vLLM, `do_sample` is ignored (false does not mean greedy), `max_new_tokens` is the default
     of max_tokens, and EOS token ids are used even if the sampling defaults are not.
+
+    max_tokens_limit: the most that a request of the server gets, which only the operator sets.
     """
 
     sampling: dict[str, Any] = field(default_factory=dict)  # fields of `SamplingParams`
     eos_token_ids: tuple[int, ...] = ()
+    max_tokens_limit: int | None = None
 
     @property
     def max_tokens(self) -> int | None:
@@ -62,7 +65,8 @@ def read_generation_defaults(
         except InvalidRequestError as error:
             error_type = ModelLoadError if source is file else ValueError
             raise error_type(f"{source}: {error}") from error
-    return GenerationDefaults(changed, eos_token_ids)
+    limit = (changed if is_folder else changes).get("max_tokens")
+    return GenerationDefaults(changed, eos_token_ids, limit)
 
 
 def _eos_ids(value: object, file: Path) -> tuple[int, ...]:

@@ -53,7 +53,6 @@ class InputProcessor:
         self._encoder = PromptEncoder(tokenizer, config.model.vocab_size, max_model_len)
         most = config.max_logprobs
         self._max_logprobs = config.model.vocab_size if most == -1 else most
-        self._default_max_tokens = config.generation_defaults.max_tokens
         self._vocab_size = config.model.vocab_size
         self._rope_window = _rope_window(config)
         self._eos_token_ids = end_of_text_ids(config, tokenizer)
@@ -70,7 +69,8 @@ class InputProcessor:
         """`SamplingParams` with a request's values, and the model's defaults for the others.
 
         None stands for the default. Without a default, max_tokens None means the rest of the
-        context window. The result is cached and shared: do not change it.
+        context window. The operator's `max_tokens_limit` is the most. The result is cached and
+        shared: do not change it.
         Raises `InvalidRequestError`.
         """
         try:
@@ -83,6 +83,8 @@ class InputProcessor:
         for name, value in overrides.items():
             if value is not None or (name == "max_tokens" and name not in values):
                 values[name] = value
+        if (limit := self._defaults.max_tokens_limit) is not None:
+            values["max_tokens"] = min(values.get("max_tokens") or limit, limit)
         return self.with_counts(SamplingParams(**values))
 
     def with_counts(self, params: SamplingParams) -> SamplingParams:
@@ -213,7 +215,7 @@ class InputProcessor:
         long."""
         asked, room = params.max_tokens, self.max_model_len - num_prompt
         most = most_output_tokens(params)
-        if asked is not None and asked == self._default_max_tokens:
+        if asked is not None and asked == self._defaults.max_tokens:
             asked = max(min(asked, room, most), 1)  # a default, not the client's: it may be cut
         needed = asked or 1
         if needed <= room:

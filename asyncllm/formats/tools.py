@@ -111,7 +111,7 @@ def _parse_parameters(raw: object, where: str) -> dict[str, Any]:
     """The parameters' schema; without one, the function takes none."""
     where = f"{where}.parameters"
     if raw is None:
-        return {"type": "object", "properties": {}}
+        return {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(raw, dict):
         raise InvalidRequestError(f"{where} must be a JSON schema, an object", where)
     if raw.get("type", "object") != "object":
@@ -125,7 +125,7 @@ def _allowed(raw: object, tools: Sequence[Tool]) -> ToolChoice:
     where = "tool_choice.allowed_tools"
     if not isinstance(raw, dict) or not isinstance(raw.get("tools"), list) or not raw["tools"]:
         raise InvalidRequestError(f"{where} must have a list of tools", where)
-    mode = raw.get("mode", "auto")
+    mode = raw.get("mode") or "auto"
     if mode not in ("auto", "required"):
         raise InvalidRequestError(f"{where}.mode must be auto or required", f"{where}.mode")
     if len(raw["tools"]) > MAX_TOOLS:

@@ -70,13 +70,13 @@ async def metrics(http: web.Request) -> web.Response:
 def _model_card(service: Service, name: str) -> dict[str, Any]:
     """OpenAI's fields, vLLM's, and the three that Anthropic's clients read."""
     adapter = service.check_model(name)
-    base = service.model_names[0]
+    base, config = service.model_names[0], service.engine.config
     return {
         "id": name,
         "object": "model",
         "created": _STARTED,
         "owned_by": "asyncllm",
-        "root": base if adapter is None else str(adapter.lora_path),
+        "root": config.model_name if adapter is None else str(adapter.lora_path),
         "parent": None if adapter is None else base,
         "max_model_len": service.engine.max_model_len,
         "type": "model",

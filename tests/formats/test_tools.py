@@ -33,7 +33,8 @@ def test_a_tool() -> None:
         [function("a.b-c_1"), function("g", parameters=schema, strict=True)]
     )
     assert (plain.name, plain.strict) == ("a.b-c_1", False)
-    assert plain.parameters == {"type": "object", "properties": {}}
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    assert plain.parameters == nothing, "a function without parameters takes none"
     assert strict.parameters == {"type": "object", **schema} and strict.strict
     assert strict.param == "tools[1].function.parameters"
     assert parse_tools(None) == parse_tools([]) == ()
@@ -86,6 +87,10 @@ def test_as_many_as_are_allowed() -> None:
         (
             {"type": "allowed_tools", "allowed_tools": {"tools": [named("c"), named("a")]}},
             ToolChoice((TOOLS[0], TOOLS[2]), only_these=True),
+        ),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": None, "tools": [named("c")]}},
+            ToolChoice(TOOLS[2:], only_these=True),
         ),
         (
             {

@@ -108,7 +108,7 @@ def test_products(scheme: Scheme, is_even: bool) -> None:
 )
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_wide_row_is_summed_in_a_loop(scheme: Scheme, columns: int, gated: bool) -> None:
-    """Of 10 and 13 blocks; its last pass is not full."""
+    """It has 10 or 13 blocks, so the last pass is not full."""
     from asyncllm.kernels.quant_gemm.gemv import gemv
     from asyncllm.kernels.records import Normed
 

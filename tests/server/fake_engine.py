@@ -135,6 +135,7 @@ class FakeEngine:
             enable_lora=False,
             data_parallel_rank=0,
             max_loras=8,
+            model_name="some/repository",
             served_model_names=("fake", "fake-alias"),
             block_size=16,
             enable_prefix_caching=True,

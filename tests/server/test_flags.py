@@ -282,9 +282,37 @@ def test_generation_defaults_are_overridden() -> None:
     override = {"temperature": 0.25, "max_new_tokens": 3}
     engine = AsyncLLMEngine("tiny", override_generation_config=override)
     assert engine.config.generation_defaults.sampling == {"temperature": 0.25, "max_tokens": 3}
+    assert engine.config.generation_defaults.max_tokens_limit == 3
     for bad in ({"temperature": -1}, {"warmth": 1}):
         with pytest.raises(ValueError, match="override_generation_config"):
             EngineArgs("tiny", override_generation_config=bad).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    [
+        ("/v1/completions", {"prompt": "Once upon a time"}, 7),
+        ("/v1/completions", {"prompt": "Once upon a time", "max_tokens": 40}, 7),
+        ("/v1/completions", {"prompt": "Once upon a time", "max_tokens": 5}, 5),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "A story"}]}, 7),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "A story"}], "max_completion_tokens": 40},
+            7,
+        ),
+    ],
+)
+def test_no_request_gets_more_tokens_than_the_operator_set(
+    path: str, body: dict[str, Any], expected: int
+) -> None:
+    async def test() -> None:
+        engine = AsyncLLMEngine("tiny", override_generation_config={"max_new_tokens": 7})
+        async with serving(engine) as server:
+            status, answer = await server.post(path, body | {"ignore_eos": True})
+            assert status == 200
+            assert answer["usage"]["completion_tokens"] == expected
+
+    run(test())
 
 
 @pytest.mark.parametrize(

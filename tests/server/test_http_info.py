@@ -27,7 +27,7 @@ def test_models() -> None:
             "id": "fake-alias",
             "object": "model",
             "owned_by": "asyncllm",
-            "root": "fake",
+            "root": "some/repository",
             "parent": None,
             "max_model_len": MAX_MODEL_LEN,
             "type": "model",

@@ -18,7 +18,7 @@ from asyncllm.kernels.quant_gemm.matrix import Quantized, is_fast
 from asyncllm.kernels.quant_gemm.product import fast_codes
 from asyncllm.kernels.records import Norm, Normed
 
-# Blocks of a row that are compiled side by side. All 28 of 14,336 columns took 32 to 50 s to compile.
+# Blocks of a row that are compiled side by side: the 28 of 14,336 columns took 32 to 50 s.
 MOST_UNROLLED = tl.constexpr(8)
 
 
