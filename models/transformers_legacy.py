@@ -71,7 +71,7 @@ class Scores:
         scores = next(each for each in args if isinstance(each, Scores))
         other: Any = next((each for each in args if each is not scores), None)
         if function in PRODUCTS:
-            return scores @ other
+            return scores._attend(other)
         if function in DIVISIONS:
             return scores / other
         if function in MULTIPLICATIONS:
@@ -97,16 +97,21 @@ class Scores:
         return self
 
     def __add__(self, mask: Any) -> Scores:
-        """Add a mask, or a bias per head."""
+        """Add a mask, or a bias per head: once, as Falcon's mask has the same biases again."""
         if mask.dim() > 2 and mask.shape[-3] != 1:
             if getattr(self._module, SLOPES, None) is None:
                 raise Unservable("adds a bias of each head to its scores")
-            self._slope_scale = 1.0
+            self._slope_scale = self._slope_scale or 1.0
         return self
 
     __radd__, __itruediv__, __imul__, __iadd__ = __add__, __truediv__, __mul__, __add__
 
     def __matmul__(self, values: torch.Tensor) -> torch.Tensor:
+        """By torch, which calls `__torch_function__` without `_Products`: our attention multiplies
+        activations, too."""
+        return torch.matmul(self, values)  # type: ignore[arg-type]
+
+    def _attend(self, values: torch.Tensor) -> torch.Tensor:
         """The attention output, with the dimensions of `values`."""
         heads = [x if x.dim() == 4 else x[None] for x in (self._q, self._k.mT, values)]
         q, k, v = (x.to(values.dtype) for x in heads)

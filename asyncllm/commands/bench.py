@@ -49,9 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(engine_args: EngineArgs, options: argparse.Namespace) -> int:
-    for name in ("input_len", "output_len", "batch_size", "num_iters", "num_prompts"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(options, name)}")
+    ones = ("input_len", "output_len", "batch_size", "num_iters", "num_prompts")
+    for name, least in (*((name, 1) for name in ones), ("num_iters_warmup", 0)):
+        if getattr(options, name) < least:
+            raise ValueError(f"{name} must be at least {least}, got {getattr(options, name)}")
     result = _KINDS[options.what](engine_args, options)
     bench_summary.show(result, engine_args.model, options.output_json)
     return 0

@@ -195,7 +195,8 @@ class InputProcessor:
         Beyond the original context window, KV depends on the prompt's length with dynamic RoPE, and
         on the fact that it is longer with longrope.
         """
-        if salt is not None and not 0 < len(salt) <= MAX_CACHE_SALT_CHARS:
+        is_text = isinstance(salt, str)
+        if salt is not None and not (is_text and 0 < len(salt) <= MAX_CACHE_SALT_CHARS):
             raise InvalidRequestError(
                 f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters", "cache_salt"
             )

@@ -83,6 +83,7 @@ def test_a_folder_with_only_a_configuration(
     [
         (["latency", "--input-len", "5000"], "window"),
         (["latency", "--num-iters", "0"], "num_iters"),
+        (["latency", "--num-iters-warmup", "-1"], "num_iters_warmup"),
         (["throughput", "/nowhere/model"], "/nowhere/model"),
         (["startup", "--max-model-len", "999999"], "max_model_len"),
     ],

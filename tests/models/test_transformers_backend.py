@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import FalconConfig
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from asyncllm.commands import doctor
@@ -79,6 +80,27 @@ def test_families_equal_transformers(architecture: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     config = configs.tiny_config(architecture)
     assert matrix.compare(architecture, config, tmp_path, model_impl=BACKEND) < matrix.TOLERANCE
+
+
+@pytest.mark.parametrize("multi_query", [False, True])
+def test_falcon_with_alibi_equals_transformers(
+    multi_query: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By sdpa, the library's default: its eager code adds the biases twice."""
+
+    def by_sdpa(config: Any, architecture: str) -> Any:
+        model = configs.random_model(config, architecture)
+        model.config._attn_implementation = "sdpa"
+        return model
+
+    torch.set_num_threads(1)
+    monkeypatch.setattr(matrix, "random_model", by_sdpa)
+    config = FalconConfig(
+        vocab_size=97, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, alibi=True,
+        new_decoder_architecture=False, multi_query=multi_query, parallel_attn=False, bias=True,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    assert matrix.compare("FalconForCausalLM", config, tmp_path) < matrix.TOLERANCE
 
 
 @pytest.fixture(scope="module")
