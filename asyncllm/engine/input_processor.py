@@ -53,6 +53,7 @@ class InputProcessor:
         self._encoder = PromptEncoder(tokenizer, config.model.vocab_size, max_model_len)
         most = config.max_logprobs
         self._max_logprobs = config.model.vocab_size if most == -1 else most
+        self._default_max_tokens = config.generation_defaults.max_tokens
         self._vocab_size = config.model.vocab_size
         self._rope_window = _rope_window(config)
         self._eos_token_ids = end_of_text_ids(config, tokenizer)
@@ -216,7 +217,7 @@ class InputProcessor:
         long."""
         asked, room = params.max_tokens, self.max_model_len - num_prompt
         most = most_output_tokens(params)
-        if asked is not None and asked == self._defaults.max_tokens:
+        if asked is not None and asked == self._default_max_tokens:
             asked = max(min(asked, room, most), 1)  # a default, not the client's: it may be cut
         needed = asked or 1
         if needed <= room:

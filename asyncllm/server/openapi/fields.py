@@ -138,7 +138,8 @@ FIELD_DOCS: dict[str, FieldDoc] = {
     "include_stop_str_in_output": FieldDoc("Keep what ended the answer in its text."),
     "ignore_eos": FieldDoc("Go on after the model's own end of text."),
     "repetition_detection": FieldDoc(
-        "The answer ends where its last tokens are one pattern, min_count times in a row.",
+        "The answer ends where its last tokens are one pattern, min_count times in a row, with "
+        "finish_reason stop (newer vLLM: repetition).",
         type=RepetitionDetectionParams | None,
     ),
     "thinking_token_budget": _between(
