@@ -125,7 +125,7 @@ def _allowed(raw: object, tools: Sequence[Tool]) -> ToolChoice:
     where = "tool_choice.allowed_tools"
     if not isinstance(raw, dict) or not isinstance(raw.get("tools"), list) or not raw["tools"]:
         raise InvalidRequestError(f"{where} must have a list of tools", where)
-    mode = raw.get("mode") or "auto"
+    mode = "auto" if raw.get("mode") is None else raw["mode"]
     if mode not in ("auto", "required"):
         raise InvalidRequestError(f"{where}.mode must be auto or required", f"{where}.mode")
     if len(raw["tools"]) > MAX_TOOLS:

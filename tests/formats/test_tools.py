@@ -128,6 +128,10 @@ def test_tool_choice(choice: Any, meant: ToolChoice) -> None:
             "tool_choice.allowed_tools.mode",
         ),
         (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "", "tools": [named("a")]}},
+            "tool_choice.allowed_tools.mode",
+        ),
+        (
             {"type": "allowed_tools", "allowed_tools": {"tools": [named("a")] * 129}},
             "tool_choice.allowed_tools.tools",
         ),
