@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -19,11 +22,6 @@ from tests.parallel.test_lost_ranks import ENDS_WITHIN_SECONDS
 from tests.parallel.test_two_ranks import ASKS, answers
 from tests.waiting import run, until
 
-NODE: dict[str, Any] = {
-    "num_cpus": 1,
-    "object_store_memory": 100 << 20,
-    "include_dashboard": False,
-}
 # In the environment of all that a cluster starts: another process of the tests may have one, too.
 MARK = "ASYNCLLM_TEST_CLUSTER"
 RAY: dict[str, Any] = {"distributed_executor_backend": "ray", "tensor_parallel_size": 2}
@@ -36,16 +34,14 @@ def cluster() -> Iterator[None]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv(MARK, mark())
         ray = pytest.importorskip("ray")
-        from ray.cluster_utils import Cluster
-
-        nodes = Cluster(initialize_head=True, head_node_args=NODE)
-        try:
-            nodes.add_node(**NODE)
-            ray.init(address=nodes.address, configure_logging=False)
+        command = [sys.executable, "-m", "tests.parallel.ray_cluster"]
+        with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as nodes:
+            assert nodes.stdin and nodes.stdout
+            address = nodes.stdout.readline().strip()
+            assert address, "the cluster has not started"
+            ray.init(address=address, configure_logging=False)
             yield
-        finally:
             ray.shutdown()
-            nodes.shutdown()
 
 
 def mark() -> str:
