@@ -2,13 +2,18 @@
 
 A child is killed when the thread that started it ends (PR_SET_PDEATHSIG), even if the parent is
 killed. It ignores SIGINT and SIGTERM: Ctrl-C reaches all processes of a terminal and SIGTERM all of
-a service, but the parent drains first.
+a service, but the parent drains first. It imports what this one would: from its `sys.path`, and
+from the current folder only if that is in there.
+
+This file is the program that a child runs first. It imports nothing that takes time, so that a
+parent that ends while a child starts takes it along.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -17,6 +22,7 @@ from collections.abc import Mapping
 
 PR_SET_PDEATHSIG = 1
 STDERR = 2
+SYS_PATH = "ASYNCLLM_SYS_PATH"  # the variable that brings the parent's to the child
 
 
 def start_child(
@@ -26,20 +32,40 @@ def start_child(
     `other_sockets`. Raises `OSError`."""
     files = [each.fileno() for each in (theirs, *others)]
     return subprocess.Popen(
-        [sys.executable, "-m", module, *map(str, (os.getpid(), *files))],
+        [*child_command(module), *map(str, files)],
         stdin=subprocess.DEVNULL,
         stdout=STDERR,  # stdout is for the application
         pass_fds=files,
-        env={**os.environ, **environment},
+        env={**child_environment(), **environment},
         start_new_session=True,
     )
 
 
-def given_socket() -> socket.socket:
-    """The child's socket. sys.argv: the parent's process id, the sockets' file descriptors."""
-    end_with(int(sys.argv[1]))
+def child_command(module: str) -> list[str]:
+    return [sys.executable, "-P", __file__, module, str(os.getpid())]
+
+
+def child_environment() -> dict[str, str]:
+    paths = (path or os.getcwd() for path in sys.path)
+    return {**os.environ, SYS_PATH: os.pathsep.join(paths)}
+
+
+def main() -> None:
+    """In the child. sys.argv: its module, the parent's process id, and what the module takes."""
+    del sys.argv[0]
+    begin(int(sys.argv[1]))
+    sys.path[:] = os.environ.pop(SYS_PATH).split(os.pathsep)
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+def begin(parent: int) -> None:
+    end_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+
+
+def given_socket() -> socket.socket:
+    """In the child: its socket. sys.argv: the parent's process id, the sockets' descriptors."""
     return socket.socket(fileno=int(sys.argv[2]))
 
 
@@ -53,3 +79,7 @@ def end_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent has ended already
         os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

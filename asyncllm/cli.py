@@ -36,7 +36,7 @@ from asyncllm.commands.flags import (
     pick,
     read_config_file,
 )
-from asyncllm.commands.terminal import EXIT_CODE_INTERRUPTED
+from asyncllm.commands.terminal import EXIT_CODE_BROKEN_PIPE, EXIT_CODE_INTERRUPTED
 from asyncllm.commands.vllm_flags import add_vllm_flags, vllm_flags
 from asyncllm.config import EngineArgs
 from asyncllm.errors import EngineDeadError, ModelLoadError
@@ -139,9 +139,14 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 def _run_command(work: Callable[[], int]) -> int:
     try:
-        return work()
+        code = work()
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return EXIT_CODE_INTERRUPTED
+    except BrokenPipeError:  # as by `| head`; Python would flush once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_CODE_BROKEN_PIPE
     except (ModelLoadError, EngineDeadError, ValueError, OSError) as error:
         print(f"asyncllm: error: {_error_text(error)}", file=sys.stderr)
         return 1

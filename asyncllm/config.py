@@ -123,7 +123,7 @@ class EngineArgs:
     )
     seed: int = flag(0, "for requests without a seed of their own")
     max_model_len: int | None = flag(
-        None, "context window in tokens, default: what model and KV allow", least=2
+        None, "context window in tokens, default or -1: what model and KV allow", least=2
     )
     block_size: int = flag(16, "tokens per KV page", least=1)
     kv_cache_dtype: KVCacheDType = flag(
@@ -221,6 +221,7 @@ class EngineArgs:
         "engines, each with all of the model but for experts that they may share; a request runs "
         "on one of them",
         least=1,
+        most=flag_values.MAX_ENGINES,
     )
     data_parallel_backend: DataParallelBackend = flag(
         "auto", "mp: a process for each engine; uni: all in this one, on a CPU; auto: by the cores"
@@ -228,6 +229,10 @@ class EngineArgs:
     data_parallel_rank: int = flag(
         0, "of this engine among others that a balancer knows, or of the first one here", least=0
     )
+
+    def __post_init__(self) -> None:
+        if self.max_model_len == -1:
+            self.max_model_len = None
 
     def create_engine_config(self) -> EngineConfig:
         """Validate and resolve all flags. Raises `ValueError` naming the flag, or

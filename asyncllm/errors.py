@@ -8,9 +8,9 @@ OpenAI's error body; Python callers may catch them as the built-in exceptions th
 class InvalidRequestError(ValueError):
     """A request that can never be served as it is.
 
-    It is raised before the request is queued; only a grammar that has no possible next token raises
-    it while the request runs. `param` is the offending field as the client spelt it, `code` a
-    stable machine-readable word.
+    It is raised before the request is queued; while the request runs, only where its own fields
+    (a grammar, `allowed_token_ids`, `bad_words`) leave no token. `param` is the offending field as
+    the client spelt it, `code` a stable machine-readable word.
     """
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from asyncllm.model_config import ModelConfig
 
-MAX_RANKS = 64
+MAX_RANKS = MAX_ENGINES = 64
 MAX_SHARING_ENGINES = 16  # a socket between each two
 ANY_ADDRESS = {"0.0.0.0", "::", ""}
 # 272 and 528: half a chunk, or a chunk, of a large model, plus a few decodes.

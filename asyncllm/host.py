@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import tempfile
 import time
@@ -88,3 +89,15 @@ def in_turns(items: Iterable[T], size: int = 1) -> Iterator[T]:
         yield item
         if number % size == 0:
             time.sleep(TURN_PAUSE_S)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Disable garbage collection for a while."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

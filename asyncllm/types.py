@@ -217,7 +217,7 @@ class StepResult:
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    failures: dict[int, Exception] = field(default_factory=dict)
+    failures: dict[int, BaseException] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

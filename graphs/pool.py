@@ -7,12 +7,12 @@ separate logits for all sizes up to 256 rows would take a gigabyte. Capture the 
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+
+from asyncllm.host import no_collection
 
 Outputs = tuple[torch.Tensor, ...]
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class GraphPool:
             end()
             begin()
 
-        with _no_collection():
+        with no_collection():  # destroying another graph during a capture is an error
             begin()
             try:
                 result = run(cut)
@@ -105,18 +105,6 @@ class GraphPool:
                 end()
         self._pool = pool
         return graphs, result
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Disable garbage collection: destroying another graph during a capture is an error."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 class _CudaArray:

@@ -46,15 +46,13 @@ def stream_weights(spans: Iterable[Span], device: torch.device) -> Iterator[int]
     for _ in range(min(NUM_THREADS * BUFFERS_PER_THREAD, len(pieces))):
         buffers.put(_Buffer(stream))
     with ExitStack() as stack:
+        opened: dict[Path, int] = {}
+        for file in dict.fromkeys(piece.file for piece in pieces):
+            opened[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            stack.callback(os.close, opened[file])  # once no thread reads
         threads = stack.enter_context(ThreadPoolExecutor(NUM_THREADS, "asyncllm-weights"))
         stack.callback(threads.shutdown, cancel_futures=True)  # stops reading after an error
-        opened: dict[Path, int] = {}
-        futures = []
-        for piece in pieces:
-            if piece.file not in opened:
-                opened[piece.file] = os.open(piece.file, os.O_RDONLY | os.O_CLOEXEC)
-                stack.callback(os.close, opened[piece.file])
-            futures.append(threads.submit(_move, piece, opened[piece.file], buffers))
+        futures = [threads.submit(_move, piece, opened[piece.file], buffers) for piece in pieces]
         for future in as_completed(futures):
             yield future.result()
     if stream is not None:

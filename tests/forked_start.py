@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from asyncllm.child_process import STDERR
+from asyncllm.child_process import STDERR, begin
 
 PRELOADED = (
     "asyncllm.worker.ranks.follower", "asyncllm.engine.data_parallel.process", "asyncllm.hf_config",
@@ -132,6 +132,7 @@ def fork_for_ever(parent: socket.socket, parent_id: int) -> str:
     os.close(stderr)
     parent.close()
     os.setsid()
+    begin(parent_id)
     return module
 
 

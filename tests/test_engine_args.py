@@ -39,6 +39,10 @@ def test_a_wrong_type_is_refused_by_name(name: str, value: Any, said: str) -> No
     assert str(error.value) == f"{name} must be {said}"
 
 
+def test_a_window_of_minus_one_is_the_default() -> None:
+    assert EngineArgs(max_model_len=-1).create_engine_config().max_model_len is None
+
+
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [

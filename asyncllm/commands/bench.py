@@ -12,12 +12,13 @@ import asyncio
 import json
 import random
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncllm.child_process import child_command, child_environment
 from asyncllm.commands import bench_summary
 from asyncllm.commands.bench_summary import Result
 from asyncllm.config import EngineArgs
@@ -53,6 +54,8 @@ def run(engine_args: EngineArgs, options: argparse.Namespace) -> int:
     for name, least in (*((name, 1) for name in ones), ("num_iters_warmup", 0)):
         if getattr(options, name) < least:
             raise ValueError(f"{name} must be at least {least}, got {getattr(options, name)}")
+    if options.output_json is not None:
+        Path(options.output_json).open("a").close()  # else it would fail when all is measured
     result = _KINDS[options.what](engine_args, options)
     bench_summary.show(result, engine_args.model, options.output_json)
     return 0
@@ -108,14 +111,15 @@ def _throughput(engine_args: EngineArgs, options: argparse.Namespace) -> Result:
 
 def _startup(engine_args: EngineArgs, options: argparse.Namespace) -> Result:
     """Seconds from a new process to its first token; the first may find caches empty."""
-    command = [sys.executable, "-m", "asyncllm.commands.startup_probe"]
+    command = child_command("asyncllm.commands.startup_probe")
     given = json.dumps(asdict(engine_args))
     runs: list[Result] = []
     for _ in _bar(options.num_iters, "starts"):
         start = time.perf_counter()
         child = subprocess.run(
-            command, input=given, capture_output=True, text=True, timeout=STARTUP_TIMEOUT_SECONDS
-        )
+            command, input=given, capture_output=True, text=True, env=child_environment(),
+            timeout=STARTUP_TIMEOUT_SECONDS,
+        )  # fmt: skip
         seconds = time.perf_counter() - start
         if child.returncode:
             raise ValueError(f"a start failed: {child.stderr.strip().splitlines()[-1]}")

@@ -248,7 +248,9 @@ def _how_to_parse(hint: Any) -> dict[str, Any]:
 
 
 def _integer(text: str) -> int:
-    """vLLM's short forms too: 8k is 8000, 8K is 8192."""
+    """vLLM's short forms too: 8k is 8000, 8K is 8192, auto (of --max-model-len) is -1."""
+    if text == "auto":
+        return -1
     multiple = _MULTIPLES.get(text[-1:], 1)
     return int(float(text[:-1]) * multiple) if multiple > 1 else int(text)
 

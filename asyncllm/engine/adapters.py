@@ -203,6 +203,8 @@ class AdapterManager:
             return known.adapter
         finally:
             known.reading = None
+            if not known.num_readers and self._adding.get(known.request.lora_name) is known:
+                del self._adding[known.request.lora_name]  # who added it was cancelled
 
     def _copied(self, adapter: Adapter, copying: asyncio.Task[None]) -> None:
         if copying.cancelled() or copying.exception() is not None:

@@ -254,16 +254,20 @@ class EngineCore:
     async def _restart(
         self, steps: asyncio.Task[None], reload: Callable[[], Awaitable[Worker]], reason: str
     ) -> None:
-        try:
-            await _ended(steps)
-            if self.adapters is not None:  # fails the requests that wait for a slot
-                await self.adapters.close()
-            await asyncio.shield(self._close_worker())
-            await self._adopt(await reload())
-        except Exception as error:
-            logger.exception("the ranks cannot be started again")
-            self._die(f"{reason}; and then: {error}")
-            return
+        while True:
+            try:
+                await _ended(steps)
+                if self.adapters is not None:  # fails the requests that wait for a slot
+                    await self.adapters.close()
+                await asyncio.shield(self._close_worker())
+                await self._adopt(await reload())
+                break
+            except Exception as error:
+                logger.exception("the ranks have not started")
+                reason += f"; and then: {error}"
+                if not self._restarts.may_start():
+                    self._die(reason)
+                    return
         logger.warning("all ranks serve again")
         self.admission.dead = None
         self.changed(True)

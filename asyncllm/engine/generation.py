@@ -49,8 +49,8 @@ class Generation:
 
     Awaiting returns the final, complete `RequestOutput`. Iterating yields an output per step:
     cumulative, a delta, or only the last one, by the request's `output_kind`.
-    Raises what submitting raises. If the request fails later: `InvalidRequestError` if its grammar
-    allows no token, `QueueFullError` if it waited too long, else `RequestFailedError`.
+    Raises what submitting raises. If the request fails later: `InvalidRequestError` if its own
+    fields allow no token, `QueueFullError` if it waited too long, else `RequestFailedError`.
     """
 
     def __init__(

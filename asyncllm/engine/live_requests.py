@@ -101,13 +101,13 @@ class LiveRequests:
         name = request.request_id
         if name in self.outputs.requests:
             raise InvalidRequestError(f"request_id {name!r} is in use", "request_id")
-        if request.parent is None:
-            self._num_queued += 1
-            self._num_queued_tokens += len(request.prompt_token_ids)
         params = request.sampling_params
         if len(request.sequences) > params.n and not params.use_beam_search:
             sink, text_sink = BestAnswers(request, sink).receive, None
         self.outputs.add(request, sink, text_sink)
+        if request.parent is None:
+            self._num_queued += 1
+            self._num_queued_tokens += len(request.prompt_token_ids)
         if not params.use_beam_search:
             self.scheduler.add(request)
 
@@ -209,7 +209,7 @@ class LiveRequests:
             self.outputs.forget_ended()
         return request
 
-    def fail_sequence(self, seq: Sequence, what: str, error: Exception) -> None:
+    def fail_sequence(self, seq: Sequence, what: str, error: BaseException) -> None:
         """End the request of `seq`, if it is live: its own grammar or processor has raised."""
         request = seq.request
         if seq.status is SequenceStatus.FINISHED:

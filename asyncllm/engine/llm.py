@@ -11,7 +11,7 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Self, TypeVar
 
@@ -60,14 +60,14 @@ class LLM:
 
     def generate(
         self,
-        prompts: PromptInput | Sequence[PromptInput],
+        prompts: PromptInput | Iterable[PromptInput],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """The final outputs, in the order of the prompts. prompts: one or a list, in any form.
+        """The final outputs, in the order of the prompts. prompts: one or several, in any form.
 
         `sampling_params`, `priority` and `lora_request`: one for all prompts, or one for each.
         Raises `InvalidRequestError` (a `ValueError`) naming the field, at the first invalid prompt.
@@ -82,12 +82,14 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """As `generate`, for one conversation or a list of them, by the chat template."""
+        """As `generate`, for one conversation or a list of them, by a chat template."""
         single = bool(messages) and isinstance(messages[0], dict)
         conversations: list[Any] = [messages] if single else list(messages)
         tokenizer = self.engine.tokenizer
@@ -98,21 +100,25 @@ class LLM:
                 tools,
                 add_generation_prompt,
                 continue_final_message,
-                chat_template_kwargs or {},
+                chat_template_kwargs,
+                chat_template,
             )
             ids = tokenizer.encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def beam_search(
         self,
-        prompts: PromptInput | Sequence[PromptInput],
+        prompts: PromptInput | Iterable[PromptInput],
         params: BeamSearchParams,
         *,
         use_tqdm: bool = False,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[BeamSearchOutput]:
-        """The `beam_width` best beams of each prompt. Prompts and errors as for `generate`."""
-        outputs = self.generate(prompts, params.sampling_params(), use_tqdm=use_tqdm)
+        """The `beam_width` best beams of each prompt. Arguments and errors as for `generate`."""
+        outputs = self.generate(
+            prompts, params.sampling_params(), use_tqdm=use_tqdm, lora_request=lora_request
+        )
         return [self._beams(output, params) for output in outputs]
 
     def close(self) -> None:
@@ -240,13 +246,13 @@ def _is_one_prompt(prompts: Any) -> bool:
     """Whether this is one text, dict, list of token ids or conversation, and not a list of them."""
     if isinstance(prompts, (str, dict)):
         return True
-    first = prompts[0] if prompts else None
+    first = prompts[0] if isinstance(prompts, Sequence) and prompts else None
     return isinstance(first, int) or (isinstance(first, dict) and "role" in first)
 
 
 def _one_each(name: str, value: T | Sequence[T], count: int) -> list[T]:
     """A value for each of `count` prompts. Raises `ValueError` for a list of another length."""
-    if isinstance(value, Sequence):
+    if isinstance(value, Sequence) and not isinstance(value, str):  # an invalid one, whole
         if len(value) != count:
             raise ValueError(f"{name}: {len(value)} given for {count} prompts")
         return list(value)

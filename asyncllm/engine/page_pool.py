@@ -46,9 +46,6 @@ class PagePool:
         """The page with this block, used or free; None if there is none."""
         return self._page_of.get(block_hash)
 
-    def hash_of(self, page: int) -> bytes | None:
-        return self._hash_of.get(page)
-
     def picture(self, every: int) -> str:
         """A letter for each `every`-th page: "." free, "c" cached, "u" used, "s" shared."""
         pages = range(self._first, self._first + self.num_pages, every)

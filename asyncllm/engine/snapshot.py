@@ -171,7 +171,8 @@ def _latencies(
         counts: Counts = sum(mark.counts[i] for mark in now)  # type: ignore[assignment]
         for mark, before in zip(now, since, strict=True):
             counts = counts - (mark if before is None else before).counts[i]
-        found.append(_percentiles(histogram, counts))
+        # A process that was started again counts from 0.
+        found.append(_percentiles(histogram, counts.clip(min=0)))
     return Latencies(*found)
 
 

@@ -63,7 +63,7 @@ class Watchdog:
             logger.critical("%s", self.stalled)
             try:
                 logger.critical("its state is dumped to %s", self._dump())
-            except OSError as error:  # the stall is known without it, and its end must be seen
+            except Exception as error:  # the stall is known without it, and its end must be seen
                 logger.error("its state cannot be dumped: %s", error)
 
     def _watch(self) -> None:
@@ -72,7 +72,7 @@ class Watchdog:
 
     def _dump(self) -> Path:
         handle, name = tempfile.mkstemp(prefix=f"asyncllm-stall-{os.getpid()}-", suffix=".txt")
-        with os.fdopen(handle, "w") as file:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(f"{self.stalled}\n\n{self._describe()}\n\nthreads:\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)

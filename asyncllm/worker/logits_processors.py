@@ -86,21 +86,23 @@ class LogitsProcessors:
             )
         return found
 
-    def apply(self, logits: torch.Tensor, rows: Sequence[TokenSequence]) -> dict[int, Exception]:
+    def apply(
+        self, logits: torch.Tensor, rows: Sequence[TokenSequence]
+    ) -> dict[int, BaseException]:
         """Change logits f32 [rows, V] in place. Returns errors by row."""
-        failures: dict[int, Exception] = {}
+        failures: dict[int, BaseException] = {}
         for place, processor in enumerate(self._processors):
             needing = [i for i, seq in enumerate(rows) if place in seq.request.batch_processors]
             if needing:
                 try:
                     self._apply_to(place, processor, logits, rows, needing)
-                except Exception as error:  # ends the requests that need it
+                except (Exception, SystemExit) as error:  # ends the requests that need it
                     failures |= dict.fromkeys(needing, error)
         for i, seq in enumerate(rows):
             for own in seq.request.sampling_params.logits_processors or ():
                 try:
                     _apply_own(own, seq, logits[i])
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     failures[i] = error
                     break
         return failures

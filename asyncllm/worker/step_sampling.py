@@ -89,7 +89,7 @@ class StepSampling:
         if forwarded is None:
             return lambda: StepResult([])
         tokens, is_masked = forwarded.tokens, len(masked_rows) > 0
-        failures: dict[int, Exception] = {}
+        failures: dict[int, BaseException] = {}
         if is_masked and forwarded.resample is not None and step.features == Feature.MASK:
             self.masks.upload(masked_rows, len(forwarded.logits))
             (tokens,) = forwarded.resample.replay()
@@ -120,7 +120,7 @@ class StepSampling:
         forwarded: Forwarded,
         edits: HostEdits | None,
         masked_rows: np.ndarray,
-        failures: dict[int, Exception],
+        failures: dict[int, BaseException],
     ) -> torch.Tensor:
         """Sampled tokens, int32 [rows]. Adds errors of logits processors, by row, to `failures`."""
         rows, row_masks = (forwarded.logits, forwarded.slots, forwarded.positions), None
@@ -146,7 +146,7 @@ class StepSampling:
         plan: StepPlan,
         forwarded: Forwarded,
         tokens: torch.Tensor,
-        failures: dict[int, Exception],
+        failures: dict[int, BaseException],
     ) -> Collect:
         """Enqueue copies to pinned memory. Returns the function that reads them after the step's
         end.

@@ -102,7 +102,6 @@ def dequantize(
     weight: torch.Tensor,
     scale: torch.Tensor,
     offset: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The matrix, float32 [rows, columns]."""
     made = values(scheme, weight)
@@ -110,7 +109,7 @@ def dequantize(
     made *= _by_column(scheme, scale, columns)
     if offset is not None:
         made += _by_column(scheme, offset, columns)
-    return made if order is None else made[:, order.argsort()]
+    return made
 
 
 def _by_column(scheme: Scheme, by_group: torch.Tensor, columns: int) -> torch.Tensor:

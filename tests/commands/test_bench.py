@@ -86,6 +86,7 @@ def test_a_folder_with_only_a_configuration(
         (["latency", "--num-iters-warmup", "-1"], "num_iters_warmup"),
         (["throughput", "/nowhere/model"], "/nowhere/model"),
         (["startup", "--max-model-len", "999999"], "max_model_len"),
+        (["latency", "--output-json", "/nowhere/result.json"], "/nowhere/result.json"),
     ],
 )
 def test_what_cannot_be_measured(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -147,3 +149,14 @@ def test_modules_without_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.advice.endswith(f"python -m compileall -q {checkout}")
     monkeypatch.setattr(doctor, "MAX_MODULES_WITHOUT_BYTECODE", 3)
     assert doctor._bytecode().state == "ok"
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves() -> None:
+    """As `asyncllm doctor | head -1` does: no traceback, and a shell's code for SIGPIPE."""
+    command = [sys.executable, "-m", "asyncllm", "doctor"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 141

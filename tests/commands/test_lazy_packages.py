@@ -177,7 +177,7 @@ from asyncllm.commands.fast_start import begin_fast_start
 begin_fast_start("cpu")
 from asyncllm import AsyncLLMEngine
 async def main():
-    async with AsyncLLMEngine("tiny", num_gpu_blocks_override=16) as engine:
+    async with AsyncLLMEngine("tiny", num_gpu_blocks_override=16, swap_space=0) as engine:
         engine.tokenizer.render_chat([{"role": "user", "content": "Hi"}])
 asyncio.run(main())
 before = "_import_structure" in vars(sys.modules["transformers"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
@@ -13,11 +14,12 @@ from asyncllm import LoRARequest
 from asyncllm.engine.data_parallel import remote, wire
 from asyncllm.engine.data_parallel.group import EngineGroup
 from asyncllm.engine.data_parallel.remote import RemoteCore
+from asyncllm.engine.data_parallel.supervisor import Supervisor
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.recorder import Recorder
 from asyncllm.engine.stats import SchedulerStats
 from asyncllm.errors import EngineDeadError, LoRALoadError
-from tests.waiting import run
+from tests.waiting import run, until
 
 ADAPTERS = [LoRARequest(name, lora_path=f"/{name}") for name in ("kept", "gone")]
 
@@ -30,6 +32,7 @@ class Process:
 
     def __init__(self, _: Any, received: Callable[[wire.FromEngine], None]) -> None:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.last_heard = math.inf
         self._received, self.connection = received, self
 
     async def connect(self, others: Sequence[Any]) -> None:
@@ -105,7 +108,7 @@ def test_a_process_that_is_lost_while_it_reads_adapters_again(
     async def main() -> None:
         engine = await started(core, ADAPTERS[0])
         end_when_asked()
-        with pytest.raises(EngineDeadError, match="engine 0: it ended"):
+        with pytest.raises(EngineDeadError, match=r"engine 0: it ended \(signal 9\)"):
             await engine.start(None)
         assert engine.lora.requests == ADAPTERS[:1]
 
@@ -194,4 +197,37 @@ def test_the_engines_that_are_up_say_what_is_wrong_with_an_adapter(
         with pytest.raises(EngineDeadError, match="engine 1: its process was lost: it ended, too"):
             await group.lora.add(ADAPTERS[1])
 
+    run(main())
+
+
+@pytest.mark.parametrize("num_failing", [1, 2, 3])
+def test_a_start_that_fails_is_tried_again(
+    num_failing: int,
+    core: Callable[[], RemoteCore],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As often as an engine that is lost may be started: three times."""
+
+    async def connect(process: Process, others: Sequence[Any]) -> None:
+        starts.append(process)
+        if 1 < len(starts) <= 1 + num_failing:
+            raise OSError("out of memory")
+
+    async def main() -> None:
+        engine = core()
+        supervisor = Supervisor([engine])
+        await supervisor.start()
+        starts[0].lost.set_result("killed")
+        if num_failing == 3:
+            why = "killed (signal 9)" + 3 * "; and then: out of memory"
+            assert await asyncio.wait_for(engine.failed, 10) == why
+        else:
+            await until(lambda: "engine 0 serves again" in caplog.text)
+            assert engine.health() is None
+        assert len(starts) == min(2 + num_failing, 4)
+        await supervisor.close()
+
+    starts: list[Process] = []
+    monkeypatch.setattr(Process, "connect", connect)
     run(main())

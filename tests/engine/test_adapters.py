@@ -167,6 +167,29 @@ def test_a_cancelled_reader_keeps_its_place_until_its_thread_ends() -> None:
         store.may_end.set()
         await adding[1]
         assert store.places == {0: "two"}
+        # What the cancelled one read is not taken for what is there now.
+        store.files["/one"] = "new"
+        await manager.add(LoRARequest("one", lora_path="/one"))
+        assert store.places == {0: "new"}
+        manager.check_integrity()
+
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+def test_a_folder_is_read_again_after_its_only_reader_was_cancelled() -> None:
+    store = FakeStore(num_places=2, num_slots=1)
+    store.files = {"/one": "one"}
+
+    async def test() -> None:
+        manager = AdapterManager(store)  # type: ignore[arg-type]
+        adding = asyncio.create_task(manager.add(LoRARequest("one", lora_path="/one")))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        adding.cancel()
+        await until(lambda: "one" in store.places.values() and not manager._tasks)
+        store.files["/one"] = "new"
+        await manager.add(LoRARequest("one", lora_path="/one"))
+        assert "new" in store.places.values()
         manager.check_integrity()
 
     asyncio.run(asyncio.wait_for(test(), 30))
@@ -175,7 +198,12 @@ def test_a_cancelled_reader_keeps_its_place_until_its_thread_ends() -> None:
 # --- with an engine ------------------------------------------------------------------------------
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
-TINY: dict[str, Any] = {"max_model_len": 512, "num_gpu_blocks_override": 200, "device": "cpu"}
+TINY: dict[str, Any] = {
+    "max_model_len": 512,
+    "num_gpu_blocks_override": 200,
+    "swap_space": 0.01,
+    "device": "cpu",
+}
 
 
 class OneSlot:

@@ -82,7 +82,7 @@ def generate(
     """In one engine, at once or one by one."""
 
     async def main() -> list[list[Any]]:
-        async with AsyncLLMEngine("tiny", **args) as engine:
+        async with AsyncLLMEngine("tiny", swap_space=0.01, **args) as engine:
             if at_once:
                 results = await asyncio.gather(*(tokens(engine, *r) for r in requests))
             else:
@@ -198,7 +198,7 @@ def test_each_of_n_answers_has_a_grammar_of_its_own(jumps: list[int]) -> None:
 @pytest.mark.slow
 def test_logprobs_are_given_for_each_token_so_nothing_jumps(jumps: list[int]) -> None:
     async def main() -> None:
-        async with AsyncLLMEngine("tiny") as engine:
+        async with AsyncLLMEngine("tiny", swap_space=0) as engine:
             params = by(automaton(2, 0.7), GREEDY)
             with_logprobs = by(automaton(2, 0.7), GREEDY, logprobs=2)
             output = await engine.generate(PROMPTS[0], with_logprobs)
@@ -259,7 +259,9 @@ def test_a_grammar_that_raises_ends_its_own_request(where: str, async_scheduling
     free = (PROMPTS[1], SEEDED)
 
     async def main() -> None:
-        async with AsyncLLMEngine("tiny", async_scheduling=async_scheduling) as engine:
+        async with AsyncLLMEngine(
+            "tiny", swap_space=0, async_scheduling=async_scheduling
+        ) as engine:
             expected = [await tokens(engine, *good), await tokens(engine, *free)]
             bad = by(lambda index: Boom(where), GREEDY)
             first, failed, second = await asyncio.gather(
@@ -364,7 +366,7 @@ def test_clients_are_told_of_a_step_while_the_masks_of_the_next_are_filled() -> 
             super().fill(bitmask)
 
     async def main() -> list[int]:
-        async with AsyncLLMEngine("tiny") as engine:
+        async with AsyncLLMEngine("tiny", swap_space=0) as engine:
             params = by(lambda index: Slow(10, VOCAB_SIZE, 0.0), GREEDY, max_tokens=6)
             token_ids: list[int] = []
             async for output in engine.generate(PROMPTS[1], params):
@@ -379,7 +381,7 @@ def test_clients_are_told_of_a_step_while_the_masks_of_the_next_are_filled() -> 
 @pytest.mark.slow
 def test_a_request_aborted_while_its_grammar_speaks_leaves_nothing() -> None:
     async def main() -> None:
-        async with AsyncLLMEngine("tiny") as engine:
+        async with AsyncLLMEngine("tiny", swap_space=0) as engine:
             for turns in range(0, 60, 3):
                 task = asyncio.ensure_future(
                     tokens(engine, PROMPTS[0], by(automaton(1, 0.7), GREEDY))
@@ -414,7 +416,9 @@ def test_a_sampling_that_cannot_be_launched_ends_the_step_and_not_the_engine(
         return plain(self, *args)
 
     async def main() -> None:
-        async with AsyncLLMEngine("tiny", async_scheduling=async_scheduling) as engine:
+        async with AsyncLLMEngine(
+            "tiny", swap_space=0, async_scheduling=async_scheduling
+        ) as engine:
             params = by(automaton(1), GREEDY)
             expected = await tokens(engine, PROMPTS[0], params)
             monkeypatch.setattr(*of, fails_once)

@@ -12,7 +12,14 @@ from typing import Any
 
 import pytest
 
-from asyncllm import LLM, EngineDeadError, InvalidRequestError, SamplingParams
+from asyncllm import (
+    LLM,
+    BeamSearchParams,
+    EngineDeadError,
+    InvalidRequestError,
+    LoRARequest,
+    SamplingParams,
+)
 from tests.waiting import PATIENCE_SECONDS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -29,6 +36,8 @@ def test_batches_keep_their_order(llm: LLM) -> None:
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert [o.prompt for o in outputs] == prompts
     assert all(len(o.outputs[0].token_ids) == 8 and o.finished for o in outputs)
+    again = llm.generate(iter(prompts), GREEDY, use_tqdm=False)
+    assert [o.outputs[0].text for o in again] == [o.outputs[0].text for o in outputs]
     llm.engine.check_idle()
 
 
@@ -68,6 +77,21 @@ def test_chat_applies_the_template(llm: LLM) -> None:
     assert len(one) == 1 and len(many) == 2
     assert "What is 2 + 2?" in (one[0].prompt or "")
     assert one[0].outputs[0].token_ids == many[1].outputs[0].token_ids
+    template = "{{ messages[0].content }}!"
+    (other,) = llm.chat(messages, GREEDY, use_tqdm=False, chat_template=template)
+    assert other.prompt == "What is 2 + 2?!"
+
+
+def test_an_adapter_goes_with_each_call(llm: LLM) -> None:
+    adapter = LoRARequest("one", 1, "/nowhere")
+    messages = [{"role": "user", "content": "hello"}]
+    for call in (
+        lambda: llm.generate("hello", GREEDY, use_tqdm=False, lora_request=adapter),
+        lambda: llm.chat(messages, GREEDY, use_tqdm=False, lora_request=adapter),
+        lambda: llm.beam_search("hello", BeamSearchParams(2, 4), lora_request=adapter),
+    ):
+        with pytest.raises(InvalidRequestError, match="started without enable_lora"):
+            call()
 
 
 def test_a_refused_prompt_ends_the_call_and_nothing_else(llm: LLM) -> None:

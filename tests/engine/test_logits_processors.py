@@ -40,7 +40,7 @@ def generate(requests: list[tuple[list[int], SamplingParams]], **args: Any) -> l
     """All at once, in one engine."""
 
     async def main() -> list[Any]:
-        async with AsyncLLMEngine("tiny", **args) as engine:
+        async with AsyncLLMEngine("tiny", swap_space=0.01, **args) as engine:
             results = await asyncio.gather(*(outcome(engine, *r) for r in requests))
             engine.check_idle()
             return results
@@ -102,7 +102,7 @@ def test_they_run_in_order_before_other_edits_and_logprobs_stay_raw() -> None:
         return logits
 
     async def main() -> None:
-        async with AsyncLLMEngine("tiny") as engine:
+        async with AsyncLLMEngine("tiny", swap_space=0) as engine:
             params = by(favour_50, rather_51, max_tokens=3)
             assert await outcome(engine, PROMPTS[0], params) == [[51] * 3]
             banned = replace(params, logit_bias={51: -100.0}, logprobs=1)
@@ -118,6 +118,10 @@ def boom(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
     if len(output_ids) == 5:
         raise KeyError("boom")
     return logits
+
+
+def leave(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    raise SystemExit(3)
 
 
 def bad_type(output_ids: list[int], logits: torch.Tensor) -> Any:
@@ -142,6 +146,7 @@ def nothing_left(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
     ("processor", "message"),
     [
         (boom, "its logits processor failed: KeyError: 'boom'"),
+        (leave, "its logits processor failed: SystemExit: 3"),
         (bad_type, "TypeError: it must return a tensor, not NoneType"),
         (bad_shape, "ValueError: it must return logits"),
         (not_a_number, "not finite"),
@@ -246,7 +251,7 @@ def test_a_class_that_raises_ends_the_requests_that_need_it() -> None:
 
 def test_a_class_may_refuse_a_request() -> None:
     async def main() -> None:
-        async with AsyncLLMEngine("tiny", logits_processors=[Favour]) as engine:
+        async with AsyncLLMEngine("tiny", swap_space=0, logits_processors=[Favour]) as engine:
             with pytest.raises(InvalidRequestError, match="favour must be a token id, got -1"):
                 await engine.generate(PROMPTS[0], favouring(-1))
             assert await outcome(engine, PROMPTS[0], favouring(90)) == [list(range(90, 102))]

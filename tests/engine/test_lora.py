@@ -287,7 +287,7 @@ def test_each_target_alone(target: str, rank: int, tmp_path: Path) -> None:
     async def ask() -> list[int]:
         engine = AsyncLLMEngine(
             str(tmp_path / "base"), skip_tokenizer_init=True, device="cpu", enable_lora=True,
-            max_lora_rank=64, num_gpu_blocks_override=64,
+            max_lora_rank=64, num_gpu_blocks_override=64, swap_space=0,
         )  # fmt: skip
         async with engine:
             params = SamplingParams(

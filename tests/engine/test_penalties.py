@@ -75,7 +75,7 @@ def generate(asked: list[Request], *, at_once: bool = True, **args: Any) -> list
         return [answer.token_ids for answer in output.outputs]
 
     async def main() -> list[list[list[int]]]:
-        async with AsyncLLMEngine("tiny", **args) as engine:
+        async with AsyncLLMEngine("tiny", swap_space=0.01, **args) as engine:
             if at_once:
                 answers = await asyncio.gather(*(one(engine, request) for request in asked))
             else:

@@ -124,7 +124,7 @@ def test_a_scale_that_is_none_is_refused(tmp_path: Path) -> None:
     tensors[name][2, 3, 1] = 255
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelLoadError, match=rf"{name} holds 255, which is NaN"):
-        LLM(str(tmp_path), skip_tokenizer_init=True)
+        LLM(str(tmp_path), skip_tokenizer_init=True, swap_space=0)
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_columns_in_an_order_are_refused(tmp_path: Path) -> None:
     with torch.inference_mode():
         write_mixture(form, tmp_path)
     with pytest.raises(ModelLoadError, match=r"layers.0.mlp.experts: desc_act true"):
-        LLM(str(tmp_path), skip_tokenizer_init=True)
+        LLM(str(tmp_path), skip_tokenizer_init=True, swap_space=0)
 
 
 def test_experts_that_differ_are_refused(tmp_path: Path) -> None:
@@ -173,4 +173,4 @@ def test_experts_that_differ_are_refused(tmp_path: Path) -> None:
     rules = {r"-:model\.layers\.1\.mlp\.experts\.3\.down_proj": {}}
     configure(tmp_path, dict(form.quantization_config) | {"dynamic": rules})
     with pytest.raises(ModelLoadError, match=r"layers.1.mlp.experts: .* not quantised alike"):
-        LLM(str(tmp_path), skip_tokenizer_init=True)
+        LLM(str(tmp_path), skip_tokenizer_init=True, swap_space=0)

@@ -53,7 +53,13 @@ def questions() -> list[tuple[list[int], list[int]]]:
 def right_answers(quantization: Quantization | None) -> set[int]:
     """Numbers of the questions whose greedy answer is right in every token."""
     torch.set_num_threads(1)
-    llm = LLM("tiny", quantization=quantization, max_num_seqs=64, kv_cache_memory_bytes=1 << 28)
+    llm = LLM(
+        "tiny",
+        quantization=quantization,
+        max_num_seqs=64,
+        kv_cache_memory_bytes=1 << 28,
+        swap_space=0,
+    )
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt, _ in questions()],
         SamplingParams(temperature=0, max_tokens=MAX_TOKENS, detokenize=False),
@@ -100,7 +106,7 @@ def test_groups_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ModelLoadError, match=r"int4: model.layers.0.*128 does not divide its 64 columns"
     ):
-        LLM(str(tmp_path), quantization="int4", skip_tokenizer_init=True)
+        LLM(str(tmp_path), quantization="int4", skip_tokenizer_init=True, swap_space=0)
 
 
 @pytest.mark.parametrize("name", ["glm4", "cohere", "deepseek-v2", "phi3-partial-longrope"])
@@ -109,11 +115,11 @@ def test_what_only_transformers_code_would_serve_is_refused(name: str, tmp_path:
     with torch.inference_mode():
         random_reference(CONFIGS[name]).save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match=r"quantization int8: .*in an order"):
-        LLM(str(tmp_path), quantization="int8", skip_tokenizer_init=True)
+        LLM(str(tmp_path), quantization="int8", skip_tokenizer_init=True, swap_space=0)
 
 
 def test_what_is_quantised_already_is_refused(tmp_path: Path) -> None:
     with torch.inference_mode():
         write_checkpoint(FORMATS["gptq"], tmp_path)
     with pytest.raises(ModelLoadError, match=r"'int8' is for checkpoints in 16 bits.*gptq"):
-        LLM(str(tmp_path), quantization="int8", skip_tokenizer_init=True)
+        LLM(str(tmp_path), quantization="int8", skip_tokenizer_init=True, swap_space=0)

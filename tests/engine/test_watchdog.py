@@ -79,7 +79,7 @@ def test_a_step_that_hangs_makes_the_engine_unhealthy(
     monkeypatch.setattr(watchdog, "INTERVAL_SECONDS", 0.01)
 
     async def test() -> None:
-        async with AsyncLLMEngine("tiny", watchdog_timeout=0.05) as engine:
+        async with AsyncLLMEngine("tiny", swap_space=0, watchdog_timeout=0.05) as engine:
             secret = "Once upon a time"
             assert engine._core is not None
             worker, go = engine._core.worker, asyncio.Event()

@@ -48,7 +48,7 @@ TOOLS = parse_tools(RAW_TOOLS)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("tiny", num_gpu_blocks_override=64) as engine:
+    with LLM("tiny", num_gpu_blocks_override=64, swap_space=0) as engine:
         yield engine
 
 

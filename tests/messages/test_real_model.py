@@ -33,7 +33,7 @@ def test_the_tool_runner() -> None:
         return '{"weather": "sunny", "temperature": 20}'
 
     async def test() -> None:
-        engine = AsyncLLMEngine("tiny", max_model_len=512, max_num_seqs=2)
+        engine = AsyncLLMEngine("tiny", max_model_len=512, max_num_seqs=2, swap_space=0)
         async with (
             serving(engine) as server,
             AsyncAnthropic(base_url=server.url, api_key="key", max_retries=0) as api,
@@ -55,7 +55,7 @@ def test_the_tool_runner() -> None:
 @pytest.mark.slow
 def test_what_the_model_says() -> None:
     async def test() -> None:
-        engine = AsyncLLMEngine("tiny", max_model_len=512, max_num_seqs=2)
+        engine = AsyncLLMEngine("tiny", max_model_len=512, max_num_seqs=2, swap_space=0)
         async with (
             serving(engine) as server,
             AsyncAnthropic(base_url=server.url, api_key="key", max_retries=0) as api,

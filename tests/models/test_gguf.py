@@ -210,7 +210,7 @@ def test_a_file_is_served_with_its_own_tokenizer_and_template(tmp_path: Path) ->
     params = SamplingParams(temperature=0, max_tokens=24)
     answers = []
     for model in ("tiny", str(file)):
-        llm = LLM(model, kv_cache_memory_bytes=1 << 26)
+        llm = LLM(model, kv_cache_memory_bytes=1 << 26, swap_space=0)
         chats = [[{"role": "user", "content": question}] for question in questions]
         outputs = llm.chat(chats, params, use_tqdm=False)
         answers.append([(o.prompt_token_ids, o.outputs[0].text) for o in outputs])

@@ -25,7 +25,7 @@ WEATHER = {
 @pytest.mark.slow
 def test_what_the_model_says() -> None:
     async def test() -> None:
-        engine = AsyncLLMEngine("tiny", max_model_len=512, max_num_seqs=2)
+        engine = AsyncLLMEngine("tiny", max_model_len=512, max_num_seqs=2, swap_space=0)
         async with (
             serving(engine) as server,
             AsyncOpenAI(base_url=f"{server.url}/v1", api_key="key", max_retries=0) as api,

@@ -36,7 +36,7 @@ ANNA = Person(name="Anna", age=31)
 @pytest.mark.slow
 def test_records_and_forced_calls_of_responses() -> None:
     async def test() -> None:
-        engine = AsyncLLMEngine("tiny", max_model_len=512, max_num_seqs=2)
+        engine = AsyncLLMEngine("tiny", max_model_len=512, max_num_seqs=2, swap_space=0)
         async with (
             serving(engine) as server,
             AsyncOpenAI(base_url=f"{server.url}/v1", api_key="key", max_retries=0) as api,
@@ -65,7 +65,7 @@ def test_records_and_forced_calls_of_responses() -> None:
 @pytest.mark.slow
 def test_records_and_forced_calls_of_messages() -> None:
     async def test() -> None:
-        engine = AsyncLLMEngine("tiny", max_model_len=512, max_num_seqs=2)
+        engine = AsyncLLMEngine("tiny", max_model_len=512, max_num_seqs=2, swap_space=0)
         async with (
             serving(engine) as server,
             AsyncAnthropic(base_url=server.url, api_key="key", max_retries=0) as api,
@@ -119,7 +119,7 @@ ASKED: dict[str, dict[str, Any]] = {
 )  # fmt: skip
 def test_what_cannot_be_held_to_is_refused(path: str, fields: dict[str, Any], param: str) -> None:
     async def test() -> None:
-        engine = AsyncLLMEngine("tiny", max_model_len=512, max_num_seqs=2)
+        engine = AsyncLLMEngine("tiny", max_model_len=512, max_num_seqs=2, swap_space=0)
         async with serving(engine) as server:
             status, answer = await server.post(path, {**ASKED[path], **fields})
             assert status == 400, answer

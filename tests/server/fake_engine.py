@@ -285,7 +285,7 @@ class FakeEngine:
                 reason = output.outputs[0].finish_reason or "stop"
                 iteration.finished.append(_finished_stats(request, reason))
             self._tell(request, output)
-        self._record(iteration)
+        asyncio.get_running_loop().call_soon(self._record, iteration)  # after who waits for tokens
 
     def _step_record(self) -> StepRecord:
         self._num_steps += 1

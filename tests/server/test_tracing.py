@@ -82,7 +82,11 @@ def test_span_of_a_chat(exporter: InMemorySpanExporter) -> None:
     assert span.resource.attributes["service.name"] == "asyncllm"
 
 
-def test_one_span_per_request_whatever_ends_it(exporter: InMemorySpanExporter) -> None:
+def test_one_span_per_request_whatever_ends_it(
+    exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "RECORD_SECONDS", 0.1)
+
     async def test() -> None:
         async with serving(otlp_traces_endpoint=ENDPOINT) as server:
             await server.events(COMPLETIONS, {"prompt": ["a", "b"]})

@@ -11,6 +11,7 @@ from asyncllm.engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from asyncllm.engine.structured.vocabulary import Vocabulary
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.structured_outputs import StructuredOutputsParams
+from tests.structured.walks import compile_now
 from tests.waiting import PATIENCE_SECONDS
 
 TINY = Path(asyncllm.__file__).parent / "assets" / "tiny"
@@ -39,4 +40,4 @@ def compiler(vocabulary: Vocabulary) -> GrammarCompiler:
 @pytest.fixture
 def compiled(compiler: GrammarCompiler) -> Callable[..., CompiledGrammar]:
     """Compile what `StructuredOutputsParams` is given by these fields."""
-    return lambda **fields: compiler.compile(StructuredOutputsParams(**fields))
+    return lambda **fields: compile_now(compiler, StructuredOutputsParams(**fields))

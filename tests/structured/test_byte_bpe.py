@@ -18,7 +18,7 @@ from asyncllm.engine.structured.compiler import GrammarCompiler
 from asyncllm.engine.structured.vocabulary import Vocabulary
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.structured_outputs import StructuredOutputsParams
-from tests.structured.walks import accept
+from tests.structured.walks import accept, compile_now
 from tests.text import tokenizer_folders as folders
 
 SCHEMA = {
@@ -49,7 +49,7 @@ def made(tokenizer: Tokenizer) -> Vocabulary:
 
 def write(vocabulary: Vocabulary, params: StructuredOutputsParams, most: int = 40) -> list[int]:
     """Tokens by the first that each mask allows."""
-    constraint = GrammarCompiler(lambda: vocabulary).compile(params).constraint(False)
+    constraint = compile_now(GrammarCompiler(lambda: vocabulary), params).constraint(False)
     bits = np.zeros((1, -(-vocabulary_size(vocabulary) // 32)), np.int32)
     written: list[int] = []
     for _ in range(most):

@@ -16,9 +16,13 @@ from asyncllm.engine.structured.gbnf import MAX_GBNF_CHARS, MAX_TERMINAL_DEPTH, 
 from asyncllm.engine.structured.vocabulary import Vocabulary
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.errors import InvalidRequestError, QueueFullError
-from asyncllm.structured_outputs import MAX_STRUCTURED_OUTPUT_CHARS, StructuredOutputsParams
+from asyncllm.structured_outputs import (
+    MAX_STRUCTURED_OUTPUT_CHARS,
+    ReasoningMarkers,
+    StructuredOutputsParams,
+)
 from tests import waiting
-from tests.structured.walks import accept, allowed_ids
+from tests.structured.walks import accept, allowed_ids, compile_now
 from tests.waiting import PATIENCE_SECONDS, until
 
 Compiled = Callable[..., CompiledGrammar]
@@ -75,8 +79,14 @@ async def test_the_same_is_compiled_once(compiler: GrammarCompiler, held: Held) 
     held.release()
     grammars = await asyncio.gather(*tasks)
     assert len({id(grammar) for grammar in grammars}) == 1
-    assert compiler.compile(params[0]) is grammars[0]
-    assert compiler.compile(StructuredOutputsParams(choice=["b"])) is not grammars[0]
+    assert await compiler.compile_async(params[0]) is grammars[0]
+    other = await compiler.compile_async(StructuredOutputsParams(choice=["b"]))
+    assert other is not grammars[0]
+    marked = [
+        StructuredOutputsParams(choice=["a"], after=ReasoningMarkers("</t>", header=header))
+        for header in ("", "<a>")
+    ]
+    assert len({id(await compiler.compile_async(each)) for each in marked}) == 2
 
 
 @on_a_loop
@@ -90,8 +100,6 @@ async def test_over_the_deadline_is_refused_and_kept_when_it_is_done(
     with pytest.raises(InvalidRequestError, match=r"within 0\.05 s") as caught:
         await compiler.compile_async(params)
     assert caught.value.param == "structured_outputs.choice"
-    with pytest.raises(InvalidRequestError, match="within"):
-        await asyncio.to_thread(compiler.compile, params)
     held.release()
     assert await patient
     assert len(compiler._cache) == 1
@@ -248,7 +256,7 @@ def test_the_vocabulary_is_made_once_before_or_with_the_first_grammar(
         if prepares:
             compiler.prepare()
             assert len(made) == 1
-        compiler.compile(StructuredOutputsParams(choice=["a"]))
+        compile_now(compiler, StructuredOutputsParams(choice=["a"]))
         compiler.prepare()
         assert len(made) == 1
 
@@ -261,14 +269,14 @@ def test_what_cannot_be_prepared_is_told_to_the_first_grammar(error: BaseExcepti
     compiler = GrammarCompiler(make)
     compiler.prepare()
     with pytest.raises((InvalidRequestError, RuntimeError), match=str(error)):
-        compiler.compile(StructuredOutputsParams(choice=["a"]))
+        compile_now(compiler, StructuredOutputsParams(choice=["a"]))
 
 
 def test_a_model_without_tokens_bytes_is_said(tokenizer: Tokenizer) -> None:
     for tokens, ends in ((None, [2]), (tokenizer, [])):
         compiler = GrammarCompiler(lambda t=tokens, e=ends: Vocabulary(t, 4096, e))  # type: ignore[misc]
         with pytest.raises(InvalidRequestError, match="not supported") as caught:
-            compiler.compile(StructuredOutputsParams(regex="a"))
+            compile_now(compiler, StructuredOutputsParams(regex="a"))
         assert caught.value.param == "structured_outputs"
 
 

@@ -21,7 +21,9 @@ RECORD = CORPUS["record"]
 
 @asynccontextmanager
 async def engine(**args: Any) -> AsyncIterator[AsyncLLMEngine]:
-    async with AsyncLLMEngine("tiny", **{"max_model_len": 512, **args}) as running:
+    async with AsyncLLMEngine(
+        "tiny", **{"max_model_len": 512, "swap_space": 0.01, **args}
+    ) as running:
         yield running
         running.check_idle()
         running.check_integrity()

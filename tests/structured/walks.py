@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import dataclass
 
 import numpy as np
 
-from asyncllm.engine.structured.compiler import GrammarCompiler
+from asyncllm.engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from asyncllm.engine.structured.constraint import GrammarConstraint
 from asyncllm.engine.text.tokenizer import Tokenizer
 from asyncllm.structured_outputs import StructuredOutputsParams
@@ -20,10 +21,14 @@ class Walk:
     complete: bool
 
 
+def compile_now(compiler: GrammarCompiler, params: StructuredOutputsParams) -> CompiledGrammar:
+    return asyncio.run(compiler.compile_async(params))
+
+
 def new_constraint(
     compiler: GrammarCompiler, params: StructuredOutputsParams, ignore_eos: bool = False
 ) -> GrammarConstraint:
-    return compiler.compile(params).constraint(ignore_eos)
+    return compile_now(compiler, params).constraint(ignore_eos)
 
 
 def accept(constraint: GrammarConstraint, token_id: int) -> None:

@@ -18,6 +18,7 @@ from asyncllm.engine.async_engine import AsyncLLMEngine
 from asyncllm.engine.data_parallel import wire
 from asyncllm.engine.data_parallel.connection import Connection
 from asyncllm.engine.data_parallel.links import EngineLink
+from asyncllm.engine.snapshot import MAX_PAGE_CELLS
 from asyncllm.engine.stats import IterationStats, SchedulerStats
 from asyncllm.errors import EngineDeadError
 from asyncllm.outputs import RequestOutput
@@ -25,7 +26,6 @@ from asyncllm.outputs import RequestOutput
 logger = logging.getLogger("asyncllm")
 
 BEAT_SECONDS = 1.0
-MAX_PAGE_CELLS = 1024
 YOUNG_OBJECTS = 100_000  # before a collection: requests leave nothing for one
 
 

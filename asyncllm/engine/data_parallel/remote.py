@@ -78,8 +78,10 @@ class RemoteCore:
             await self._or_lost(self._starting)
             if self.adapters is not None:
                 await self._or_lost(asyncio.ensure_future(self.adapters.restore()))
-        except BaseException:
-            await self._process.kill()
+        except BaseException as error:
+            end = await self._process.kill()
+            if isinstance(error, EngineDeadError) and self._process.lost.done():
+                raise EngineDeadError(f"{error} ({end})") from None
             raise
 
     async def _or_lost(self, work: asyncio.Future[None]) -> None:

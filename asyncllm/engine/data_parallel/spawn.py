@@ -15,6 +15,7 @@ from asyncllm.engine.data_parallel.connection import Connection
 from asyncllm.host import in_own_thread
 
 MODULE = "asyncllm.engine.data_parallel.process"
+END_SECONDS = 0.5
 EXIT_SECONDS = 5.0  # to end by itself, once it is told to
 
 
@@ -36,7 +37,11 @@ class EngineProcess:
         given, too. Raises `OSError`."""
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = start_child(MODULE, self._environment, theirs, *others)
+            try:
+                self._process = start_child(MODULE, self._environment, theirs, *others)
+            except BaseException:
+                ours.close()
+                raise
         loop = asyncio.get_running_loop()
         await loop.create_unix_connection(lambda: self.connection, sock=ours)
 
@@ -53,6 +58,9 @@ class EngineProcess:
         self.connection.close()
         if self._process is None:
             return "it was not started"
+        if self.lost.done():  # it may be ending by itself, which its exit code tells
+            with suppress(subprocess.TimeoutExpired):
+                await in_own_thread(self._process.wait, END_SECONDS)
         self._process.kill()
         code = await in_own_thread(self._process.wait)
         return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -66,22 +66,27 @@ class Supervisor:
             reasons = await self._until_lost()
             for member in self._members:
                 member.lose(reasons[member.rank])
-            if not self._restarts.may_start():
-                break
-            for member in self._members:
-                logger.error(
-                    "engine %d: %s; it is started again", member.rank, reasons[member.rank]
-                )
-            try:
-                await self._start()
-            except Exception as error:
-                logger.exception("engines cannot be started again")
-                reasons = {rank: f"{why}; and then: {error}" for rank, why in reasons.items()}
+            if not await self._start_again(reasons):
                 break
             for member in self._members:
                 logger.warning("engine %d serves again", member.rank)
         for member in self._members:
             member.fail(reasons[member.rank])
+
+    async def _start_again(self, reasons: dict[int, str]) -> bool:
+        """Whether a start succeeds. reasons: by rank, to which those of failed starts are added."""
+        while self._restarts.may_start():
+            for rank, reason in reasons.items():
+                logger.error("engine %d: %s; it is started again", rank, reason)
+            try:
+                await self._start()
+            except Exception as error:
+                logger.exception("engines have not started")
+                for rank in reasons:
+                    reasons[rank] += f"; and then: {error}"
+            else:
+                return True
+        return False
 
     async def _until_lost(self) -> dict[int, str]:
         """Wait until one of them is lost, and kill all. The reasons by rank."""

@@ -104,18 +104,8 @@ class GrammarCompiler:
         except BaseException:  # also a panic of the library; requests will get it
             logger.exception("structured outputs could not be prepared")
 
-    def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
-        """Compile, blocking. Raises `InvalidRequestError` naming the field, or `QueueFullError`."""
-        found = self._find_or_start(params)
-        if isinstance(found, CompiledGrammar):
-            return found
-        try:
-            return found.result(STRUCTURED_OUTPUT_COMPILE_SECONDS)
-        except TimeoutError:
-            raise self._too_slow(found, params) from None
-
     async def compile_async(self, params: StructuredOutputsParams) -> CompiledGrammar:
-        """As `compile`, without blocking the event loop."""
+        """Raises `InvalidRequestError` naming the field, or `QueueFullError`."""
         found = self._find_or_start(params)
         if isinstance(found, CompiledGrammar):
             return found
@@ -182,7 +172,10 @@ class GrammarCompiler:
             else:
                 self._settle(key, grammar)
                 future.set_result(grammar)
-                self._add_lexers(grammar, text)
+                try:
+                    self._add_lexers(grammar, text)
+                except BaseException:  # it has one, and this thread must go on
+                    logger.exception("a grammar has no lexers for further threads")
             finally:
                 del future  # it holds an error, whose traceback holds this frame
 
@@ -272,7 +265,6 @@ def _digest(key: bytes) -> bytes:
 
 def _key(params: StructuredOutputsParams) -> bytes:
     """The parameters as bytes, the key of the cache."""
-    after = params.after
     return orjson.dumps(
         [
             params.kind,
@@ -280,7 +272,7 @@ def _key(params: StructuredOutputsParams) -> bytes:
             params.disable_any_whitespace,
             params.disable_additional_properties,
             params.whitespace_pattern,
-            None if after is None else [after.begin, after.end],
+            params.after,
             params.alternative,
         ]
     )

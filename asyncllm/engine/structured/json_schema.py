@@ -100,7 +100,7 @@ class _Walk:
         self._check_properties(place, node)
         self._check_format(place, node)
         self._follow_ref(place, node)
-        self._check_one_of(place, node)
+        self._check_one_of(node)
 
     def _check_keywords(self, place: str, node: Schema) -> None:
         if place != "#" and ("$id" in node or isinstance(node.get("id"), str)):
@@ -189,7 +189,7 @@ class _Walk:
         except LookupError:
             self._refuse(place, f"'$ref' {ref!r:.80} points nowhere")
 
-    def _check_one_of(self, place: str, node: Schema) -> None:
+    def _check_one_of(self, node: Schema) -> None:
         """Replace `oneOf` by `anyOf` if its options exclude each other."""
         options = node.get("oneOf")
         if not isinstance(options, list) or len(options) > MAX_ONE_OF_OPTIONS:

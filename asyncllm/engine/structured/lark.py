@@ -25,7 +25,7 @@ class LarkBuilder(LarkText):
 
     def value_of(self, schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
         """JSON by `schema`, with llguidance's `options`."""
-        return self.rule(f"%json {_json_text({**schema, 'x-guidance': options})}")
+        return self.rule(f"%json {quoted({**schema, 'x-guidance': options})}")
 
     def regex(self, pattern: str) -> str:
         body = llguidance.regex_to_lark(pattern, "").replace("\n", "\\n")
@@ -47,10 +47,6 @@ class LarkBuilder(LarkText):
         return orjson.dumps({"grammars": [top, *self._grammars]}).decode()
 
 
-def quoted(text: str) -> str:
-    """A literal of this text, never a special token."""
-    return _json_text(text)
-
-
-def _json_text(value: Any) -> str:
+def quoted(value: Any) -> str:
+    """JSON for Lark; of a text, a literal that is never a special token."""
     return orjson.dumps(value).decode().replace("\x7f", "\\u007f")  # not allowed in Lark

@@ -167,7 +167,7 @@ def _echoes(request: ChatRequest, role: str) -> bool:
 class _Choice:
     """One choice's frames, and the fields that its next chunk takes along."""
 
-    def __init__(self, call: Call, index: int, view: ChatView) -> None:
+    def __init__(self, call: Call, index: int) -> None:
         self.content = ChoiceFrames(call, index, CONTENT)
         self.reasoning = ChoiceFrames(call, index, REASONING)
         self.num_tokens = 0
@@ -194,7 +194,7 @@ class ChatStream:
         self._plain = not call.wants_outputs and call.params.logprobs is None
         self._includes_reasoning = view.include_reasoning
         self._wants_token_ids = call.return_token_ids
-        self._choices = [_Choice(call, i, view) for i in range(call.num_choices)]
+        self._choices = [_Choice(call, i) for i in range(call.num_choices)]
 
     def begin_choice(self, choice: int, output: RequestOutput) -> None:
         state = self._choices[choice]

@@ -10,13 +10,11 @@ keeps the interpreter to itself. So does orjson, 0.1 s for the log-probabilities
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
@@ -25,6 +23,7 @@ import msgspec
 import orjson
 from aiohttp import web
 
+from asyncllm.host import no_collection
 from asyncllm.server.http.errors import ApiError, bad_request
 from asyncllm.server.http.field_errors import field_error
 
@@ -124,7 +123,8 @@ def _decode(raw: bytes, wanted: type[T]) -> T:
     try:
         if len(raw) < LARGE_BODY_BYTES:
             return decoder.decode(raw)
-        with _no_collection():
+        # 100,000 new lists are no garbage, but make the collector walk over them again and again.
+        with no_collection():
             return decoder.decode(raw)
     except msgspec.ValidationError as error:
         raise field_error(str(error), wanted) from None
@@ -140,18 +140,6 @@ def _finite(digits: str) -> float:
     if math.isinf(number):
         raise ValueError("Number out of range")
     return number
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """100,000 new lists are no garbage, but make the collector walk over them again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _log_unknown_fields(raw: bytes, wanted: type[msgspec.Struct]) -> None:

@@ -73,8 +73,9 @@ class StatsLog:
         """
         now, stats = time.monotonic(), self._stats()
         seconds = max(now - self._since, 1e-9)
-        queries = stats.prefix_cache_queries - self._queries
-        hits = stats.prefix_cache_hits - self._hits
+        # An engine's process that was started again counts from 0.
+        queries = max(stats.prefix_cache_queries - self._queries, 0)
+        hits = min(max(stats.prefix_cache_hits - self._hits, 0), queries)
         fields = {
             "prompt_tokens_per_s": self._prompt_tokens / seconds,
             "generation_tokens_per_s": self._generation_tokens / seconds,

@@ -9,8 +9,11 @@ This module needs the extra `otel`, and is imported only where --otlp-traces-end
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
+from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -28,12 +31,13 @@ from asyncllm.server.inputs.call import Call
 
 PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 NANOSECONDS = 1_000_000_000
+RECORD_SECONDS = 10.0  # at most from a client's last token to the record of its request
 _OPERATIONS = {"chatcmpl": "chat", "cmpl": "text_completion"}  # by the call id's prefix
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class Tracing:
-    """A `StatLogger`. Between `begin` and `end` of a call its requests become spans."""
+    """A `StatLogger`. After `begin` of a call its requests become spans as they end."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         own = Resource({"service.name": "asyncllm", "service.version": version("asyncllm")})
@@ -47,8 +51,12 @@ class Tracing:
         self._open.update((request_id, (parent, call)) for request_id in call.request_ids)
 
     def end(self, call: Call) -> None:
-        """Its requests are over; one that was refused never began, and has no span."""
-        for request_id in call.request_ids:
+        """Its requests are over: their records come soon, but of those that were refused."""
+        forget = partial(self._forget, call.request_ids)
+        asyncio.get_running_loop().call_later(RECORD_SECONDS, forget)
+
+    def _forget(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
             self._open.pop(request_id, None)
 
     def record(self, scheduler: SchedulerStats, iteration: IterationStats) -> None:

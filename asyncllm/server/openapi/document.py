@@ -35,7 +35,7 @@ _ABOUT = (
 _MEANINGS = {
     400: "The request cannot be served as it is; param names the field to blame.",
     401: "No valid API key.",
-    403: "The Host header names a host that is not served here.",
+    403: "The host, the origin or the path that the request names is not allowed here.",
     404: "There is no such model, or nothing of that name.",
     408: "The body took too long to come.",
     413: "The body is over --max-body-bytes.",
