@@ -146,7 +146,7 @@ def test_another_version_is_refused_by_both(
     with connect(waiting) as connected:
         send(connected, hello(receive(connected), version="0.0.1"))
         assert "it has asyncllm 0.0.1, rank 0" in receive(connected).why
-    monkeypatch.setattr(handshake, "VERSION", "0.0.2")  # of rank 0, where the joiner looks first
+    monkeypatch.setattr(handshake, "VERSION", "0.0.2")  # of rank 0
     with connect(waiting) as connected:
         challenge = receive(connected)
     assert challenge.version == "0.0.2"
@@ -158,6 +158,7 @@ def test_another_version_is_refused_by_both(
             send(connected, Challenge("0.0.3", secrets.token_bytes(32)))
             with pytest.raises(HandshakeError, match=r"rank 0 has asyncllm 0\.0\.3, this is 0\.0"):
                 asyncio.run(join(theirs, SECRET, None))
+            assert b"Hello" in connected.recv(1000)  # rank 0 hears which version came
 
 
 def test_a_recorded_handshake_is_worth_nothing(waiting: Waiting) -> None:

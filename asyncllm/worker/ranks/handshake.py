@@ -92,11 +92,11 @@ async def join(connected: socket.socket, secret: bytes, rank: int | None) -> int
     _set_up(connected)
     async with asyncio.timeout(HANDSHAKE_SECONDS):
         challenge: Challenge = await _receive(connected, Challenge)
-        if challenge.version != VERSION:
-            raise HandshakeError(f"rank 0 has asyncllm {challenge.version}, this is {VERSION}")
         nonce = secrets.token_bytes(NONCE_BYTES)
         said = challenge.nonce, nonce, VERSION, rank
         await _send(connected, Hello(VERSION, nonce, rank, prove(secret, "joiner", *said)))
+        if challenge.version != VERSION:
+            raise HandshakeError(f"rank 0 has asyncllm {challenge.version}, this is {VERSION}")
         answer: Welcome | Refused = await _receive(connected, Welcome | Refused)
         if isinstance(answer, Refused):
             raise HandshakeError(f"rank 0 refuses: {answer.why}")
