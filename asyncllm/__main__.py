@@ -27,8 +27,9 @@ def _leave(codes: list[int]) -> None:
     if not codes:
         return
     logging.shutdown()  # its own handler was registered earlier, so it would not run
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # it may be closed
+            stream.flush()
     os._exit(codes[0])
 
 

@@ -1,4 +1,4 @@
-"""Starts child processes that talk to this one over a socket, and end with it.
+"""Starts child processes that end with this one; most talk to it over a socket.
 
 A child is killed when the thread that started it ends (PR_SET_PDEATHSIG), even if the parent is
 killed. It ignores SIGINT and SIGTERM: Ctrl-C reaches all processes of a terminal and SIGTERM all of
@@ -46,15 +46,15 @@ def child_command(module: str) -> list[str]:
 
 
 def child_environment() -> dict[str, str]:
-    paths = (path or os.getcwd() for path in sys.path)
-    return {**os.environ, SYS_PATH: os.pathsep.join(paths)}
+    paths = (path or os.getcwd() for path in sys.path if isinstance(path, str))
+    return {**os.environ, SYS_PATH: "\n".join(paths)}
 
 
 def main() -> None:
     """In the child. sys.argv: its module, the parent's process id, and what the module takes."""
     del sys.argv[0]
     begin(int(sys.argv[1]))
-    sys.path[:] = os.environ.pop(SYS_PATH).split(os.pathsep)
+    sys.path[:] = os.environ.pop(SYS_PATH).split("\n")
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 

@@ -6,6 +6,7 @@ import argparse
 import gc
 import logging
 import os
+import select
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -140,16 +141,29 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _run_command(work: Callable[[], int]) -> int:
     try:
         code = work()
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         return EXIT_CODE_INTERRUPTED
-    except BrokenPipeError:  # as by `| head`; Python would flush once more at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_CODE_BROKEN_PIPE
     except (ModelLoadError, EngineDeadError, ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _has_lost_its_reader():
+            return EXIT_CODE_BROKEN_PIPE
         print(f"asyncllm: error: {_error_text(error)}", file=sys.stderr)
         return 1
+
+
+def _has_lost_its_reader() -> bool:
+    """Whether nobody reads stdout any more, as by `| head`. Then it is left: Python would flush it
+    once more at its end."""
+    if sys.stdout is None:
+        return False
+    poll = select.poll()
+    poll.register(stdout := sys.stdout.fileno(), 0)
+    if not any(events & select.POLLERR for _, events in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)
+    return True
 
 
 def _serve(engine_args: EngineArgs, server_args: ServerArgs) -> int:

@@ -1,4 +1,4 @@
-"""What a child process imports, and that it ends with its parent from its first moment."""
+"""A child process imports what its parent would, and ends with it from its first moment."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from tests.waiting import run, until
 PARENT = """
 import socket
 import sys
+from pathlib import Path
+
+sys.path[:0] = [Path("/nowhere"), "/some/place:elsewhere"]
 from asyncllm.child_process import start_child
 
 ours, theirs = socket.socketpair()
@@ -29,7 +32,8 @@ import os, queue, signal, sys
 from asyncllm.child_process import given_socket
 
 ignores = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-given_socket().send(repr((queue.__name__, os.environ["GIVEN"], sys.argv[1], ignores)).encode())
+said = queue.__name__, os.environ["GIVEN"], sys.argv[1], ignores, sys.path[0]
+given_socket().send(repr(said).encode())
 """
 
 
@@ -50,7 +54,7 @@ def test_it_imports_what_its_parent_would(tmp_path: Path) -> None:
     with start(tmp_path, CHILD) as parent:
         assert parent.stdout is not None
         _, said = parent.stdout.read().splitlines()
-    assert said == repr(("queue", "yes", str(parent.pid), True))
+    assert said == repr(("queue", "yes", str(parent.pid), True, "/some/place:elsewhere"))
     assert parent.returncode == 0
 
 

@@ -55,10 +55,18 @@ def run(engine_args: EngineArgs, options: argparse.Namespace) -> int:
         if getattr(options, name) < least:
             raise ValueError(f"{name} must be at least {least}, got {getattr(options, name)}")
     if options.output_json is not None:
-        Path(options.output_json).open("a").close()  # else it would fail when all is measured
+        _check_writable(Path(options.output_json))
     result = _KINDS[options.what](engine_args, options)
     bench_summary.show(result, engine_args.model, options.output_json)
     return 0
+
+
+def _check_writable(file: Path) -> None:
+    """Raises `OSError`, which else would come when all is measured."""
+    is_new = not file.exists()
+    file.open("a").close()
+    if is_new:
+        file.unlink()
 
 
 # --- what is measured -------------------------------------------------------------------------

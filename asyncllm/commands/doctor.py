@@ -202,4 +202,3 @@ def _print(findings: list[Finding]) -> None:
             print(section)
         advice = f"  <- {finding.advice}" if finding.advice else ""
         print(f"  {finding.state:8}{finding.name:{width}}  {finding.value}{advice}")
-    sys.stdout.flush()

@@ -143,13 +143,16 @@ def add_flags(parser: argparse.ArgumentParser, record: type) -> None:
         if members and title not in groups:
             groups[title] = parser.add_argument_group(title, about)
         for field in members:
+            how_to_parse = _how_to_parse(hints[field.name])
+            if field.name == "max_model_len":
+                how_to_parse["type"] = _window
             groups[title].add_argument(
                 f"--{field.name.replace('_', '-')}",
                 *SHORT.get(field.name, ()),
                 dest=field.name,
                 default=argparse.SUPPRESS,
                 help=_help(field),
-                **_how_to_parse(hints[field.name]),
+                **how_to_parse,
             )
 
 
@@ -248,14 +251,17 @@ def _how_to_parse(hint: Any) -> dict[str, Any]:
 
 
 def _integer(text: str) -> int:
-    """vLLM's short forms too: 8k is 8000, 8K is 8192, auto (of --max-model-len) is -1."""
-    if text == "auto":
-        return -1
+    """vLLM's short forms too: 8k is 8000, 8K is 8192."""
     multiple = _MULTIPLES.get(text[-1:], 1)
     return int(float(text[:-1]) * multiple) if multiple > 1 else int(text)
 
 
-_integer.__name__ = "int"  # argparse says "invalid int value"
+def _window(text: str) -> int:
+    """vLLM's --max-model-len auto is -1."""
+    return -1 if text == "auto" else _integer(text)
+
+
+_integer.__name__ = _window.__name__ = "int"  # argparse says "invalid int value"
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from asyncllm.host import in_own_thread
 from asyncllm.models.parallel.stores import EngineStore, find_store, open_store
 from asyncllm.models.registry import settle
 from asyncllm.worker.kernels import make_mesh
+from asyncllm.worker.memory import free_memory
 from asyncllm.worker.ranks.group import WorkerGroup
 from asyncllm.worker.worker import Worker
 
@@ -83,7 +84,8 @@ class CoreLoader:
             raise
 
     async def _reload(self) -> Worker:
-        """Load another worker after a rank was lost."""
+        """Load another worker after a rank was lost; free what a failed load has left."""
+        await in_own_thread(free_memory, self._config.device)
         return await self._load_worker(False, Future())
 
     async def join(self) -> None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from asyncllm.config import EngineConfig
@@ -35,6 +36,7 @@ from asyncllm.engine.stats import AbortCause, SchedulerStats
 from asyncllm.engine.watchdog import Watchdog
 from asyncllm.errors import EngineDeadError, LoRALoadError
 from asyncllm.host import in_own_thread
+from asyncllm.lora import LoRARequest
 from asyncllm.mesh_config import RankStats
 from asyncllm.worker.ranks.group import RankLostError
 from asyncllm.worker.worker import Worker
@@ -234,8 +236,12 @@ class EngineCore:
             if group is self.worker.group:  # else it is replaced already, after a failed step
                 self._lose_rank(reason)
 
+        def tell(reason: str) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(lose, reason)
+
         if group is not None:
-            group.on_failure(lambda why: loop.call_soon_threadsafe(lose, why))
+            group.on_failure(tell)
 
     def _lose_rank(self, reason: str) -> None:
         """A rank is lost, and with it its shard of all pages: end all requests, then restart."""
@@ -254,13 +260,14 @@ class EngineCore:
     async def _restart(
         self, steps: asyncio.Task[None], reload: Callable[[], Awaitable[Worker]], reason: str
     ) -> None:
+        adapters = [] if self.adapters is None else self.adapters.requests
         while True:
             try:
                 await _ended(steps)
                 if self.adapters is not None:  # fails the requests that wait for a slot
                     await self.adapters.close()
                 await asyncio.shield(self._close_worker())
-                await self._adopt(await reload())
+                await self._adopt(await reload(), adapters)
                 break
             except Exception as error:
                 logger.exception("the ranks have not started")
@@ -273,7 +280,7 @@ class EngineCore:
         self.changed(True)
         await self._run()
 
-    async def _adopt(self, worker: Worker) -> None:
+    async def _adopt(self, worker: Worker, adapters: Sequence[LoRARequest]) -> None:
         """Switch to a new worker, with empty pages, and load the same adapters, but those whose
         files are no longer there. Raises `ValueError` if its context window is smaller than the one
         that clients know."""
@@ -285,8 +292,8 @@ class EngineCore:
         scheduler = self._new_scheduler(self.live.scheduler.stats())
         self.live.restart(scheduler, "the ranks were started again", keep_queued=False)
         if self.adapters is not None and worker.adapters is not None:
-            before, self.admission.adapters = self.adapters, self._new_adapters(worker)
-            for request in before.requests:
+            self.admission.adapters = self._new_adapters(worker)
+            for request in adapters:
                 try:
                     await self.lora.add(request)
                 except LoRALoadError as error:  # of one adapter: the engine serves without it

@@ -7,6 +7,7 @@ more than all sequences could use. Recurrent states, one per slot, are allocated
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -274,3 +275,10 @@ def _seconds(work: Callable[[], None], device: torch.device) -> float:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
     return seconds
+
+
+def free_memory(device: str) -> None:
+    """Free what cycles keep, which would be freed later, and give torch's cache back."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()

@@ -6,7 +6,6 @@ and tells the engine the number of pages, the context window and the cost of swa
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -45,6 +44,7 @@ from asyncllm.worker.logits_processors import LogitsProcessors
 from asyncllm.worker.memory import (
     allocate_cache,
     allocate_states,
+    free_memory,
     host_rows,
     kv_scales,
     measure_swap_cost,
@@ -258,8 +258,7 @@ class Worker:
                 self.adapters.close()
             del self.runner, self._captures, self.common_steps
             if self.device.type == "cuda":
-                gc.collect()  # what is part of a cycle would be freed later, and stay with torch
-                torch.cuda.empty_cache()
+                free_memory(self.device.type)
 
     # --- phases of the construction ----------------------------------------------------------
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import signal
+import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
@@ -14,6 +16,7 @@ from asyncllm import LoRARequest
 from asyncllm.engine.data_parallel import remote, wire
 from asyncllm.engine.data_parallel.group import EngineGroup
 from asyncllm.engine.data_parallel.remote import RemoteCore
+from asyncllm.engine.data_parallel.spawn import EngineProcess
 from asyncllm.engine.data_parallel.supervisor import Supervisor
 from asyncllm.engine.input_processor import InputProcessor
 from asyncllm.engine.recorder import Recorder
@@ -230,4 +233,19 @@ def test_a_start_that_fails_is_tried_again(
 
     starts: list[Process] = []
     monkeypatch.setattr(Process, "connect", connect)
+    run(main())
+
+
+def test_a_process_is_killed_though_the_wait_for_its_end_is_cancelled() -> None:
+    async def main() -> None:
+        process = EngineProcess({}, lambda message: None)
+        process._process = subprocess.Popen(["sleep", "600"])  # noqa: ASYNC220
+        process.lose("its connection is closed")
+        killing = asyncio.create_task(process.kill())
+        await asyncio.sleep(0.01)
+        killing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await killing
+        assert await asyncio.to_thread(process._process.wait, 60) == -signal.SIGKILL
+
     run(main())

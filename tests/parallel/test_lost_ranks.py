@@ -26,6 +26,8 @@ from typing import Any
 import pytest
 
 from asyncllm import AsyncLLMEngine, EngineArgs, LoRARequest, RequestOutput, SamplingParams
+from asyncllm.engine import core_loader
+from asyncllm.engine.adapters import AdapterManager
 from asyncllm.engine.core import MAX_RESTARTS
 from asyncllm.errors import EngineDeadError, ModelLoadError, RequestFailedError
 from asyncllm.model_config import resolve_model_path
@@ -393,6 +395,43 @@ def test_a_rank_that_is_lost_again_and_again() -> None:
                 reason = await asyncio.wait_for(engine.wait_failed(), ENDS_WITHIN_SECONDS)
                 assert reason == engine.health() == "rank 1 of 2 failed: its process ended with -9"
                 assert not followers()
+
+    run(test())
+
+
+@pytest.mark.slow
+def test_a_restart_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First without memory, then with a rank that is lost between two adapters."""
+
+    async def test() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            given = [
+                LoRARequest(name, lora_path=write_tiny_adapter(Path(folder) / name))
+                for name in ("one", "two")
+            ]
+            async with engine_of_two(enable_lora=True) as (engine, _):
+                for each in given:
+                    await engine.add_lora(each)
+                start, add = core_loader._start_worker, AdapterManager.add
+
+                def start_worker(*args: Any, **named: Any) -> Any:
+                    monkeypatch.setattr(core_loader, "_start_worker", start)
+                    raise ValueError("no memory")
+
+                async def add_two(self: AdapterManager, request: LoRARequest) -> None:
+                    if request == given[1]:
+                        monkeypatch.setattr(AdapterManager, "add", add)
+                        raise RankLostError("rank 1 of 2 failed")
+                    await add(self, request)
+
+                monkeypatch.setattr(core_loader, "_start_worker", start_worker)
+                monkeypatch.setattr(AdapterManager, "add", add_two)
+                os.kill(*followers(), signal.SIGKILL)
+                await until(lambda: engine.health() is not None)
+                await until(lambda: engine.health() is None)
+                assert AdapterManager.add is add and core_loader._start_worker is start
+                assert [engine.find_lora(each.lora_name) for each in given] == given
+                await engine.generate("Once", greedy(4), lora_request=given[1])
 
     run(test())
 

@@ -172,6 +172,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out[0].isdigit()
 
 
+def test_a_window_of_what_fits() -> None:
+    for words in (["--max-model-len", "auto"], ["--max-model-len=-1"]):
+        assert parse(*words)[0] == EngineArgs()
+    with pytest.raises(SystemExit):
+        parse("--seed", "auto")
+
+
 def test_config_file(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(

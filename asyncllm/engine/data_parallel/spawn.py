@@ -15,7 +15,7 @@ from asyncllm.engine.data_parallel.connection import Connection
 from asyncllm.host import in_own_thread
 
 MODULE = "asyncllm.engine.data_parallel.process"
-END_SECONDS = 0.5
+END_SECONDS = 0.5  # for one whose connection has ended, before it is killed
 EXIT_SECONDS = 5.0  # to end by itself, once it is told to
 
 
@@ -54,14 +54,16 @@ class EngineProcess:
             self.lost.set_result(why)
 
     async def kill(self) -> str:
-        """How it ended."""
+        """End it, at once unless its connection has ended already. How it ended."""
         self.connection.close()
         if self._process is None:
             return "it was not started"
-        if self.lost.done():  # it may be ending by itself, which its exit code tells
-            with suppress(subprocess.TimeoutExpired):
-                await in_own_thread(self._process.wait, END_SECONDS)
-        self._process.kill()
+        try:
+            if self.lost.done():  # it may be ending by itself, and its exit code says why
+                with suppress(subprocess.TimeoutExpired):
+                    await in_own_thread(self._process.wait, END_SECONDS)
+        finally:
+            self._process.kill()
         code = await in_own_thread(self._process.wait)
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -36,6 +36,13 @@ _OPERATIONS = {"chatcmpl": "chat", "cmpl": "text_completion"}  # by the call id'
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
+class _Opened(NamedTuple):
+    parent: context.Context
+    id: str
+    model: str
+    params: SamplingParams
+
+
 class Tracing:
     """A `StatLogger`. After `begin` of a call its requests become spans as they end."""
 
@@ -44,14 +51,16 @@ class Tracing:
         self._provider = TracerProvider(resource=own.merge(OTELResourceDetector().detect()))
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("asyncllm")
-        self._open: dict[str, tuple[context.Context, Call]] = {}  # by request id
+        # By request id. Without their calls' prompts: those of refused ones stay for a while.
+        self._open: dict[str, _Opened] = {}
 
     def begin(self, call: Call) -> None:
-        parent = context.get_current()
-        self._open.update((request_id, (parent, call)) for request_id in call.request_ids)
+        opened = _Opened(context.get_current(), call.id, call.model, call.params)
+        self._open.update(dict.fromkeys(call.request_ids, opened))
 
     def end(self, call: Call) -> None:
-        """Its requests are over: their records come soon, but of those that were refused."""
+        """Its requests are over. Their records come soon; refused ones have none: they are
+        forgotten."""
         forget = partial(self._forget, call.request_ids)
         asyncio.get_running_loop().call_later(RECORD_SECONDS, forget)
 
@@ -62,14 +71,14 @@ class Tracing:
     def record(self, scheduler: SchedulerStats, iteration: IterationStats) -> None:
         for request in iteration.finished:
             if (opened := self._open.pop(request.request_id, None)) is not None:
-                self._span(request, *opened)
+                self._span(request, opened)
 
-    def _span(self, request: FinishedRequestStats, parent: context.Context, call: Call) -> None:
+    def _span(self, request: FinishedRequestStats, call: _Opened) -> None:
         end = time.time_ns()
         operation = _OPERATIONS.get(call.id.partition("-")[0], "generate_content")
         span = self._tracer.start_span(
             f"{operation} {call.model}",
-            context=parent,
+            context=call.parent,
             kind=trace.SpanKind.SERVER,
             attributes={
                 "gen_ai.operation.name": operation,
