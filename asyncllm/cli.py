@@ -37,7 +37,7 @@ from asyncllm.commands.flags import (
     pick,
     read_config_file,
 )
-from asyncllm.commands.terminal import EXIT_CODE_BROKEN_PIPE, EXIT_CODE_INTERRUPTED
+from asyncllm.commands.terminal import EXIT_CODE_INTERRUPTED
 from asyncllm.commands.vllm_flags import add_vllm_flags, vllm_flags
 from asyncllm.config import EngineArgs
 from asyncllm.errors import EngineDeadError, ModelLoadError
@@ -46,6 +46,7 @@ from asyncllm.server.http.listener import Listener
 from asyncllm.server.observability.logs import set_up_logging
 
 STARTED = time.perf_counter()
+EXIT_CODE_BROKEN_PIPE = 141  # as a shell has it of SIGPIPE
 COMMANDS: dict[str, Any] = {"bench": bench, "kernels": kernels, "doctor": doctor}
 STARTING = {"serve", "run-batch"}  # commands that start an engine in this process at once
 # Commands for a running server, or for the hub: without an engine and its flags.

@@ -117,14 +117,19 @@ def test_the_wheel_has_every_file(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_install_serves(python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sizes", ["", "--tensor-parallel-size=2", "--data-parallel-size=2"])
+def test_an_install_serves(
+    sizes: str, python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks and engines are of the install, too."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.setattr(sys, "executable", str(python))
     place = run(str(python), "-c", "import asyncllm; print(asyncllm.__file__)")
     assert Path(place).is_relative_to(python.parent.parent)
     question = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
-    with served() as server:
+    backend = ("--data-parallel-backend=mp",) if "data" in sizes else ()
+    with served(*filter(None, (sizes, *backend))) as server:
         request = urllib.request.Request(
             f"{server.url}/v1/completions",
             json.dumps({"model": "tiny", **question}).encode(),

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 EXIT_CODE_INTERRUPTED = 130
-EXIT_CODE_BROKEN_PIPE = 141
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 _CONTROLS = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)])
 del _CONTROLS[ord("\n")], _CONTROLS[ord("\t")]
